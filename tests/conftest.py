@@ -34,8 +34,8 @@ def interpreting_changed() -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups of tests that share a process: pytest 9.2 does not read what pytest-xdist 3.8 writes (pytest-xdist#1386),
-    and every process of a run would start all pools of ranks."""
+    """Groups of tests that share a process. pytest 9.2 does not read those of pytest-xdist 3.8 (pytest-xdist#1386), and
+    every process of a run would start all pools of ranks."""
     for item in items:
         written = getattr(item, "_nodeid", item.nodeid)
         if written != item.nodeid:
@@ -54,7 +54,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 def pytest_runtest_teardown() -> Iterator[None]:
     yield
     assert not interpreting_changed(), "the test has set TRITON_INTERPRET and left it so"
-    # all processes of a run share one GPU: what most tests need is kept, what few do is given back
+    # all processes of a run share one GPU: each keeps the memory that most tests need, and gives back more
     if ON_GPU and torch.cuda.memory_reserved() > 2**28:
         torch.cuda.empty_cache()
 

@@ -1,4 +1,4 @@
-"""Backends and tiles of each GPU, as far as they are known without one."""
+"""Backends and tiles of each GPU that are known without one."""
 
 from types import SimpleNamespace
 

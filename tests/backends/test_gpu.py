@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from judged_calls import captured
 from tools import stress_kernels
 from torch import Tensor
 
@@ -35,7 +36,7 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
 
 
 def test_kernels_repeat_where_processes_share_the_gpu():
-    """A GPU whose time is shared stops a kernel anywhere; the one-process suite never sees that."""
+    """A GPU that shares its time stops a kernel anywhere; the one-process suite never sees that."""
     arguments = ["--minutes", "0.25", "--shapes", "16,2048,8,64", "--far", "0", "--load", "3"]
     assert stress_kernels.main(arguments) == 0
 
@@ -99,7 +100,7 @@ def test_tensors_past_2_to_the_31_elements():
     batch, length, heads, dim = 33_000, 16, 64, 64
     shape = (batch, length, heads, dim)
     assert batch * length * heads * dim > 2**31
-    # of 80 GB, more than 16 processes leave whose other tests keep at most 256 MB each
+    # 16 processes with other tests, which keep at most 256 MB each, leave more of 80 GB
     if torch.cuda.mem_get_info()[0] < 45 * 2**30:
         pytest.skip("needs 45 GB of free GPU memory: eight tensors of 4.3 GB, and working space")
     leaves = make(*shape)
@@ -183,7 +184,7 @@ def test_two_hundred_runs_are_bitwise_equal(causal):
 
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 @pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
-def test_a_captured_graph_replays_on_changed_inputs(decay, backend):
+def test_captured_graph_replays_on_changed_inputs(decay, backend):
     leaves = make(length=300)
     if reason := unavailable(AttentionProblem.of(leaves["q"], leaves["v"], None, None, True), backend):
         pytest.skip(reason)
@@ -192,23 +193,16 @@ def test_a_captured_graph_replays_on_changed_inputs(decay, backend):
         shape = (4,) if decay == "constant" else (2, 300, 4)
         leaves["log_decay"] = (-torch.rand(shape, device="cuda")).requires_grad_()
     grad_out = torch.randn_like(leaves["q"])
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        outputs_and_gradients(leaves, grad_out, backend=backend)  # compiles
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = outputs_and_gradients(leaves, grad_out, backend=backend)
+    graph, results = captured(lambda: outputs_and_gradients(leaves, grad_out, backend=backend))
     for seed in range(3):
         torch.manual_seed(seed)
         for name, leaf in leaves.items():
             leaf.data.copy_(-torch.rand_like(leaf) if name == "log_decay" else torch.randn_like(leaf))
         if decay == "scalar":
-            leaves["log_decay"].data[:, 10 * seed + 5] = -torch.inf  # which tiles are visited is data, too
+            leaves["log_decay"].data[:, 10 * seed + 5] = -torch.inf  # the visited tiles depend on it
         graph.replay()
         expected = outputs_and_gradients(leaves, grad_out, backend=backend)
-        for n, (a, b) in enumerate(zip(captured, expected, strict=True)):
+        for n, (a, b) in enumerate(zip(results, expected, strict=True)):
             if backend == "triton" or n < 2:
                 assert torch.equal(a, b)
             else:  # gradients are added up in no fixed order
@@ -220,8 +214,8 @@ def test_a_captured_graph_replays_on_changed_inputs(decay, backend):
 def test_two_devices_in_one_process(backend):
     """Calls on cuda:1 while cuda:0 is current and the other way round, alternating: each device keeps its own launches.
 
-    The first round compiles, later ones launch what is remembered. Every answer is judged by itself, since the GPUs may
-    be of two kinds, and is where its inputs are.
+    The first round compiles, later ones launch remembered kernels. Every answer is judged by itself, because the GPUs
+    may be of two kinds, and is on the device of its inputs.
     """
     inputs = []
     for length in (300, 1024):  # without and with a plan of what to skip

@@ -4,7 +4,6 @@ import inspect
 import os
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -22,19 +21,8 @@ def problem(dtype=torch.float32, device="cpu") -> AttentionProblem:
     return AttentionProblem.of(q, q, None, None, True)
 
 
-def python(code: str, **environment: str) -> str:
-    """Output of a new interpreter, with TRITON_INTERPRET as given (unset by default)."""
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    finished = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=inherited | environment, capture_output=True, text=True,
-        timeout=300,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
-
-
 @pytest.mark.parametrize("name", ["hopper9000", "Triton", "", None])
-def test_an_unknown_name_is_refused(name):
+def test_unknown_names_are_refused(name):
     with pytest.raises(ValueError, match=f"backend: expected one of 'auto', 'reference', .*'triton'.*got {name!r}"):
         registry.select(problem(), name)
 
@@ -46,8 +34,7 @@ def test_auto_is_a_kernel_on_a_gpu_and_the_reference_elsewhere(device):
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])
-def test_a_name_is_taken_literally(name, device, monkeypatch):
-    """The named backend runs, and nothing else does."""
+def test_named_backend_runs_alone(name, device, monkeypatch):
     ran = []
     for kernel in registry.KERNELS:
         module = registry.load(kernel)
@@ -72,8 +59,8 @@ def test_no_query_heads(name, decay, device):
     assert all((x == 0).all() for x in gradients)
 
 
-def test_only_who_has_kernels_for_it_decodes(monkeypatch):
-    """On a GPU whose every backend takes the dtype."""
+def test_backends_with_decode_kernels_decode(monkeypatch):
+    """On a GPU where every backend takes the dtype."""
     monkeypatch.setattr(registry, "_unavailable", lambda *arguments: None)
     kind = torch.float16, torch.device("cuda", 0)
     if isinstance(registry.load("triton"), str):
@@ -96,7 +83,7 @@ def test_bfloat16_is_refused_by_the_interpreter():
 @pytest.mark.parametrize(("triton", "numpy", "works"), [
     ("3.6.0", "2.4.6", False), ("3.6.1+git", "3.0.0", False), ("3.6.0", "2.3.5", True), ("3.7.0", "2.4.6", True)
 ])
-def test_an_interpreter_that_fails_with_this_numpy_is_refused(triton, numpy, works, monkeypatch):
+def test_interpreter_is_refused_with_a_failing_numpy(triton, numpy, works, monkeypatch):
     installed = {"triton": triton, "numpy": numpy}
     monkeypatch.setattr(interpreter, "_installed", installed.get)
     monkeypatch.setattr(interpreter, "fails", interpreter.fails.__wrapped__)
@@ -107,59 +94,57 @@ def test_an_interpreter_that_fails_with_this_numpy_is_refused(triton, numpy, wor
             registry.select(problem(), "triton")
 
 
-def test_a_device_without_kernels_is_refused():
+def test_devices_without_kernels_are_refused():
     with pytest.raises(ValueError, match=r"backend: 'triton' cannot take this problem: .*not on mps"):
         registry.select(problem()._replace(device=torch.device("mps")), "triton")
 
 
-def test_on_a_cpu_triton_is_refused_without_its_interpreter():
-    printed = python("""
-        import torch
-        from decayattn import decay_attention
+UNSET = """
+import os, sys
+import torch
+before = {name for name in sys.modules if name.split(".")[0] == "triton"}
+import decayattn
 
-        q = torch.randn(1, 3, 2, 4)
-        decay_attention(q, q, q)  # "auto" is the reference, which needs nothing
-        try:
-            decay_attention(q, q, q, backend="triton")
-        except ValueError as error:
-            print(error)
-    """)
-    assert "backend: 'triton' cannot take this problem" in printed
-    assert "TRITON_INTERPRET=1" in printed
+q = torch.randn(1, 3, 2, 4)
+decayattn.decay_attention(q, q, q)  # "auto" is the reference, which needs nothing
+decayattn.DecayFlashAttention(8, 2)(torch.randn(1, 3, 8))
+print({name for name in sys.modules if name.split(".")[0] == "triton"} - before)
+print(torch.cuda.is_initialized())
+print(os.environ.get("TRITON_INTERPRET"))
+try:
+    decayattn.decay_attention(q, q, q, backend="triton")
+except ValueError as error:
+    print(error)
+"""
+MISSING = """
+import sys
+import torch
+sys.modules["triton"] = None  # import finds this where it is not installed
+import decayattn
+q = torch.randn(1, 3, 2, 4, requires_grad=True)
+for backend in ("auto", "reference"):
+    decayattn.decay_attention(q, q, q, torch.tensor([-1.0, -0.5]), backend=backend).sum().backward()
+try:
+    decayattn.decay_attention(q, q, q, backend="triton")
+except ValueError as error:
+    print(error)
+"""
 
 
-def test_importing_touches_neither_triton_nor_a_gpu():
-    printed = python("""
-        import os, sys
-        import torch
-        before = {name for name in sys.modules if name.split(".")[0] == "triton"}
-        import decayattn
-        q = torch.randn(1, 3, 2, 4)
-        decayattn.decay_attention(q, q, q)
-        decayattn.DecayFlashAttention(8, 2)(torch.randn(1, 3, 8))
-        print({name for name in sys.modules if name.split(".")[0] == "triton"} - before)
-        print(torch.cuda.is_initialized())
-        print(os.environ.get("TRITON_INTERPRET"))
-    """)
-    assert printed.split() == ["set()", "False", "None"]
-
-
-def test_missing_triton_leaves_the_reference_alone():
-    printed = python("""
-        import sys
-        import torch
-        sys.modules["triton"] = None  # what import finds where it is not installed
-        import decayattn
-        q = torch.randn(1, 3, 2, 4, requires_grad=True)
-        for backend in ("auto", "reference"):
-            decayattn.decay_attention(q, q, q, torch.tensor([-1.0, -0.5]), backend=backend).sum().backward()
-        try:
-            decayattn.decay_attention(q, q, q, backend="triton")
-        except ValueError as error:
-            print(error)
-    """)
-    assert "backend: 'triton' cannot take this problem" in printed
-    assert "pip install triton" in printed
+@pytest.mark.parametrize(("code", "printed", "remedy"), [
+    (UNSET, ["set()", "False", "None"], "TRITON_INTERPRET=1"), (MISSING, [], "pip install triton"),
+], ids=["not imported", "not installed"])
+def test_cpu_without_triton_runs_the_reference_alone(code, printed, remedy):
+    """An import touches neither Triton nor a GPU. The process has no TRITON_INTERPRET."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    finished = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    *lines, error = finished.stdout.splitlines()
+    assert lines == printed
+    assert "backend: 'triton' cannot take this problem" in error
+    assert remedy in error
 
 
 def test_own_import_errors_are_no_missing_triton(monkeypatch):
@@ -176,8 +161,8 @@ def test_own_import_errors_are_no_missing_triton(monkeypatch):
 
 
 @pytest.mark.parametrize(("length", "heads", "chosen"), [(1024, 8, "triton"), (2048, 8, "hopper"), (256, 64, "hopper")])
-def test_auto_takes_what_pays(length, heads, chosen, monkeypatch):
-    """On a GPU whose every backend takes the problem."""
+def test_auto_takes_the_faster_backend(length, heads, chosen, monkeypatch):
+    """On a GPU where every backend takes the problem."""
     hopper = registry.load("hopper")
     if isinstance(hopper, str):
         pytest.skip(hopper)
@@ -188,7 +173,7 @@ def test_auto_takes_what_pays(length, heads, chosen, monkeypatch):
     asked_for = AttentionProblem.of(q, q, inputs.log_decay, None, True)
     assert registry.resolve(asked_for, "auto", inputs) == chosen
     assert registry.resolve(asked_for, "hopper", inputs) == "hopper"
-    packed = asked_for._replace(layout="packed", sequences=3)  # of which nothing was measured
+    packed = asked_for._replace(layout="packed", sequences=3)  # not measured
     assert registry.resolve(packed, "auto", inputs) == "hopper"
 
 

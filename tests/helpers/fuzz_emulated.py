@@ -3,8 +3,8 @@
 * `python tests/helpers/fuzz_emulated.py --minutes 30`: about one call per second and core.
 * `python tests/helpers/fuzz_emulated.py --seed 7 --only 1234`: one call again, with the errors of all tensors.
 
-The calls are those that a GPU draws, in bfloat16, too, but shorter; those that the kernels refuse are left out. Races
-and deadlocks are failures as errors outside the budget are. Every failure is a line with the options that repeat it,
+The calls are those that a GPU draws, in bfloat16, too, but shorter. Calls that the kernels refuse are left out. Races
+and deadlocks are failures, as errors outside the budget are. Every failure is a line with the options that repeat it,
 here and in fuzz_kernels.py on a GPU.
 """
 
@@ -14,28 +14,19 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from unittest import mock
 
 if __name__ == "__main__":  # before anything imports triton
     os.environ["TRITON_INTERPRET"] = "1"
     sys.path.append(os.path.join(os.path.dirname(__file__), "..", "..", "experiments"))
 
 import torch
-from gluon_on_cpu import Kernel
+from hopper_problems import emulated
 from tools.fuzzing import judge
 from tools.fuzzing.draws import draw
 from tools.fuzzing.summary import Summary, command, parser_of
 from tools.fuzzing.tensors import build
 
-from decayattn.backends.hopper import backend as hopper
-from decayattn.backends.hopper.backward import launch as launch_backward
-from decayattn.backends.hopper.forward import launch
-from decayattn.backends.runtime import launching
-
-FORWARD, GRADIENTS = launch.forward_kernel, launch_backward.gradients_kernel
 NAMES = ("seed", "longest", "family", "dims", "only")
-# so few programs that each has several work tiles, if there are more than a few
-PROGRAMS = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,12 +60,7 @@ def run(
     call = draw(seed, number, longest, True, family, dims)
     if call.family.dtype not in ("float16", "bfloat16"):
         return None
-    with (
-        mock.patch.object(launch, "forward_kernel", Kernel(FORWARD, number)),
-        mock.patch.object(launch_backward, "gradients_kernel", Kernel(GRADIENTS, number)),
-        mock.patch.object(launching, "multiprocessors", return_value=PROGRAMS),
-        mock.patch.object(hopper, "unavailable", return_value=None),
-    ):
+    with emulated(number):
         verdict = judge.judge(build(call, torch.device("cpu")), ["hopper"])
     return None if verdict.refused else (str(call), verdict)
 

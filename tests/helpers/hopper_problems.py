@@ -1,22 +1,51 @@
 """Problems for the Hopper kernels: on a GPU, or, where there is none, on a CPU (gluon_on_cpu)."""
 
+import contextlib
 import itertools
 import math
 import random
+from typing import Any
+from unittest import mock
 
 import torch
+from gluon_on_cpu import Kernel
 
-from decayattn import decay_attention
+from decayattn.backends.hopper import backend as hopper
+from decayattn.backends.hopper.backward import launch as launch_backward
+from decayattn.backends.hopper.forward import launch
+from decayattn.backends.runtime import launching
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BF16 = torch.bfloat16
+BF16, F16 = torch.bfloat16, torch.float16
+FORWARD, GRADIENTS = launch.forward_kernel, launch_backward.gradients_kernel
 # D_v of a D, if it is another one: the backward has kernels for those two
 VALUE_DIMS = {192: 128}
 
 
+def on(gpu: Any, cpu: Any) -> Any:
+    """Parameters of a test: those for a GPU, or the few for a CPU, where each takes seconds."""
+    return gpu if DEVICE == "cuda" else cpu
+
+
+BATCH, HEADS = on((2, 4), (1, 2))
+
+
+def emulated(seed: int = 0, programs: int = 3) -> contextlib.ExitStack:
+    """Run the Hopper kernels on the CPU: few programs, so that each has several work tiles."""
+    stack = contextlib.ExitStack()
+    for owner, name, value in (
+        (launch, "forward_kernel", Kernel(FORWARD, seed)),
+        (launch_backward, "gradients_kernel", Kernel(GRADIENTS, seed)),
+        (launching, "multiprocessors", lambda device: programs),
+        (hopper, "unavailable", lambda dtype, device: None),
+    ):
+        stack.enter_context(mock.patch.object(owner, name, value))
+    return stack
+
+
 def make(
-    rows=333, keys=None, *, batch=2, heads=4, kv_heads=None, dim=64, value_dim=None, decay="scalar", dtype=BF16,
+    rows=333, keys=None, *, batch=BATCH, heads=HEADS, kv_heads=None, dim=64, value_dim=None, decay="scalar", dtype=BF16,
     strength=0.1,
 ):
     keys, kv_heads, value_dim = keys or rows, kv_heads or heads, value_dim or VALUE_DIMS.get(dim, dim)
@@ -35,7 +64,7 @@ def int32(*numbers) -> torch.Tensor:
 
 
 def make_packed(rows, keys=None, *, outside=5, resets=0.0, **options) -> dict:
-    """Sequences of so many rows and keys for verify_attention_varlen, between tokens that hold NaN."""
+    """Sequences of these rows and keys for verify_attention_varlen. Tokens before and after them hold NaN."""
     lengths = {"q": rows, "k": rows if keys is None else keys}
     ends = {side: list(itertools.accumulate(n, initial=outside)) for side, n in lengths.items()}
     inputs = make(ends["q"][-1] + outside, ends["k"][-1] + outside, batch=1, **options)
@@ -63,32 +92,6 @@ def row_scales(inputs: dict, per: str = "row") -> torch.Tensor:
         scales[torch.rand_like(scales) < 0.1] = 0.0
         scales[q.isnan().any(-1)] = math.nan
     return scales
-
-
-def assert_rows_beside_larger_ones_are_right(dim: int) -> None:
-    """Rows begin with the maximum of others, eight rows on, and give their own keys a weight of 2^-64 then: a power of
-    two, so that a row that sees one key has its value bit by bit."""
-    inputs = make(150, batch=1, heads=1, dim=dim, decay="none")
-    inputs["q"][:, 8::16] *= 40
-    out = decay_attention(**inputs, window_size=(0, 0), backend="hopper")
-    assert torch.equal(out, inputs["v"])
-    for size in (1.0, 1e-8):
-        inputs = make(300, batch=1, heads=1, dim=dim, decay="none")
-        inputs["q"][:, 8::16] *= 40
-        inputs["v"] *= size
-        verify(inputs, skip_tolerance=None)
-
-
-def assert_sums_at_the_edge_of_float32_are_right(decay: str, dim: int) -> None:
-    """A far key in a full tile, and one in a partial tile after it, exceed the row's maximum by e^82 to e^89.
-    2^-126 is the least factor for a sum that there is: what the first one added may become nothing."""
-    for first, second in ((82.0, 88.0), (83.0, 88.0), (83.0, 89.0), (84.0, 88.0)):
-        inputs = make(64, 500, batch=1, heads=1, dim=dim, decay=decay, strength=1e-3)
-        inputs["q"] *= 0.01
-        inputs["q"][..., 0], inputs["k"][..., 0] = 8.0, 0.0
-        for key, score in ((200, first), (499, second)):
-            inputs["k"][:, key, :, 0] = score * dim**0.5 / 8
-        verify(inputs, causal=False, skip_tolerance=None)
 
 
 def random_packing(seed: int, sequences: int, longest: int) -> tuple[list[int], list[int]]:

@@ -1,7 +1,7 @@
-"""Triton's interpreter, made to look where a kernel reads and writes: only inside the tensors that it was launched on.
+"""Triton's interpreter with a check of addresses: a kernel reads and writes only inside of its tensors.
 
-A GPU seldom notices: its allocator hands out large blocks, and what lies beside a tensor in one can be read. Here every
-address counts, those of masked lanes aside.
+A GPU seldom notices: its allocator hands out large blocks, and memory next to a tensor in one can be read. Here every
+address counts, except those of masked lanes.
 """
 
 import bisect
@@ -72,4 +72,4 @@ def _check(does: str, ptrs: Any, mask: Any) -> None:
     if not outside.all():
         outside |= addresses + np.uint64(size) > np.array(_ends, np.uint64)[storages]
     if outside.any():
-        raise OutsideOfTensors(f"it {does} {outside.sum()} of {outside.size} numbers outside of its tensors")
+        raise OutsideOfTensors(f"it {does} {outside.sum()} of {outside.size} values outside of its tensors")

@@ -1,5 +1,6 @@
-"""Calls to hold against the error budget: inputs of every decay, padded and packed sequences."""
+"""Calls for the error budget: inputs of every decay, padded and packed sequences, sinks; and CUDA graphs."""
 
+import functools
 import math
 
 import torch
@@ -34,6 +35,18 @@ def int32(*numbers):
     return torch.tensor(numbers, dtype=torch.int32)
 
 
+def captured(run):
+    """(CUDA graph of a run, its results)."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        return graph, run()
+
+
 # rows and tokens outside of the sequences; sequences without rows, without keys, with more rows than keys
 PACKING = dict(cu_seqlens_q=int32(1, 6, 6, 7, 18, 20), cu_seqlens_k=int32(0, 4, 6, 6, 19, 21))
 PADDING = dict(seqused_q=int32(12, 23), seqused_k=int32(20, 9), leftpad_q=int32(2, 0), leftpad_k=int32(3, 0))
@@ -45,10 +58,9 @@ def make_packed_inputs(*args, **options):
     return {name: x[0] if isinstance(x, torch.Tensor) and x.ndim > 1 else x for name, x in inputs.items()} | PACKING
 
 
-def assert_a_sink_rounds_once(backend, dtype, device, dim=64):
+def sink_rounds_once(backend, dtype, device, dim=64):
     """P is not rounded if all scores are 0: out is Σ v / (i + 1 + e^sink), rounded once. Rounded
     twice, one value of four differs."""
-    torch.manual_seed(0)
     v = torch.randn(1, 150, 2, dim, device=device, dtype=dtype)
     sink = torch.tensor([1.0, 4.0], device=device)
     out = decay_attention(torch.zeros_like(v), torch.zeros_like(v), v, sink=sink, backend=backend)
@@ -57,26 +69,23 @@ def assert_a_sink_rounds_once(backend, dtype, device, dim=64):
     assert (out == exact.to(dtype)).double().mean() > 0.98
 
 
-def assert_a_leading_sink_keeps_its_bits(backend, dtype, device, causal=True):
+def leading_sink_keeps_its_bits(backend, dtype, device, causal=True):
     """lse is that of the sink for a decay of thousands, of which a tile's scores lack a row's common part."""
-    torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 130, 2, 64, device=device, dtype=dtype)
     log_decay = -40 * torch.rand(1, 130, 2, device=device)
-    sink = torch.tensor([8.3, 11.0], device=device)  # float16 would hold nothing beside e²⁰
+    sink = torch.tensor([8.3, 11.0], device=device)  # float16 would hold no other key next to e²⁰
     assert_within_budget(verify_attention(q, k, v, log_decay, sink=sink, causal=causal, backend=backend))
 
 
-def assert_a_sink_of_little_weight_is_within_the_budget(backend, dtype, device):
+def sink_of_little_weight_counts(backend, dtype, device):
     """lse of a row that sees one key, of score 0, is the logarithm of 1 and a little, as exact as their sum."""
-    torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 130, 2, 64, device=device, dtype=dtype)
     sink = torch.tensor([-6.0, -9.0], device=device)
     assert_within_budget(verify_attention(q * 1e-3, k, v, sink=sink, window_size=(0, 0), backend=backend))
 
 
-def assert_a_sink_of_minus_infinity_is_none(backend, dtype, device):
+def sink_of_minus_infinity_is_none(backend, dtype, device):
     """Also in rows without a key."""
-    torch.manual_seed(0)
     q, k, v = (torch.randn(1, rows, 2, 64, device=device, dtype=dtype) for rows in (150, 90, 90))
     sink = torch.full((2,), -math.inf, device=device, requires_grad=True)
     options = dict(return_lse=True, backend=backend)
@@ -86,3 +95,10 @@ def assert_a_sink_of_minus_infinity_is_none(backend, dtype, device):
         assert torch.equal(got.isneginf(), want.isneginf())
     found[0].sum().backward()
     assert not sink.grad.any()
+
+
+# of (backend, dtype, device)
+SINK_CHECKS = [
+    sink_rounds_once, leading_sink_keeps_its_bits, functools.partial(leading_sink_keeps_its_bits, causal=False),
+    sink_of_little_weight_counts, sink_of_minus_infinity_is_none,
+]

@@ -1,11 +1,12 @@
 """Leave out every wait, arrival and fence of the Hopper kernels, one at a time, and see if that shows. Usage::
 
-    python tests/helpers/leave_out_waits.py                              # everything, on a CPU; about half an hour
+    python tests/helpers/leave_out_waits.py                              # everything, on a CPU; half an hour
     python tests/helpers/leave_out_waits.py --directions backward --head-dims 64
 
-The kernels run on a CPU (gluon_on_cpu), several problems in several orders of their warps, until there is a race, a
-deadlock, or another result than before. An omission without effect is printed with its line. That line may serve speed
-alone, or be done by the compiler as well, or matter to single warps of a warpgroup, which here run in step.
+Without one of them, the kernels run several problems on a CPU (gluon_on_cpu) in several orders of their warps. There
+has to be a race, a deadlock, or another result than before. An omission without effect is printed with its line. That
+line may serve speed alone, or be done by the compiler as well, or matter to single warps of a warpgroup, which here run
+in step.
 """
 
 import argparse
@@ -25,17 +26,14 @@ if __name__ == "__main__":  # before anything imports triton; the tests that imp
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from gluon_on_cpu import Kernel, language, machine
-from hopper_problems import PACKINGS, make, make_packed, row_scales
+from gluon_on_cpu import language, machine
+from hopper_problems import PACKINGS, emulated, make, make_packed, row_scales
 
 from decayattn import decay_attention, decay_attention_varlen
 from decayattn.backends.hopper import backend as hopper
-from decayattn.backends.hopper.backward import launch as launch_backward
-from decayattn.backends.hopper.forward import launch
-from decayattn.backends.runtime import launching
 
 KERNELS = Path(inspect.getfile(hopper)).parent
-# files whose functions are told apart by who calls them
+# files with functions that a site distinguishes by their callers
 SHARED = ("common/pipelines.py", "forward/shared.py", "backward/shared.py")
 # in which order warps and copies take turns
 SEEDS = range(4)
@@ -48,7 +46,7 @@ WAITS = [
     (machine.Warps, "wait_for_products"),
     (machine.Warps, "fence"),
 ]
-# (file, line) of a call, and of its callers as far as they are needed
+# (file, line) of a call, and of its callers if needed
 Site = tuple[tuple[str, int], ...]
 
 
@@ -119,20 +117,12 @@ def results(direction: str, inputs: dict, options: dict, seed: int) -> list[torc
     given = {name: x for name, x in inputs.items() if x is not None}
     leaves = {name: x.detach().requires_grad_() for name, x in given.items() if x.is_floating_point()}
     function = decay_attention_varlen if "cu_seqlens_q" in inputs else decay_attention
-    with (
-        mock.patch.object(launch, "forward_kernel", Kernel(FORWARD, seed)),
-        mock.patch.object(launch_backward, "gradients_kernel", Kernel(GRADIENTS, seed)),
-        mock.patch.object(launching, "multiprocessors", return_value=2),
-        mock.patch.object(hopper, "unavailable", return_value=None),
-    ):
+    with emulated(seed, programs=2):
         found = list(function(**inputs | leaves, **options, return_lse=True, backend="hopper"))
         if direction == "backward":
             torch.manual_seed(1)
             found = list(torch.autograd.grad(found[0], list(leaves.values()), torch.randn_like(found[0])))
     return [x.detach().float() for x in found]
-
-
-FORWARD, GRADIENTS = launch.forward_kernel, launch_backward.gradients_kernel
 
 
 # Calls, and calls that are left out
@@ -152,7 +142,7 @@ def site_of(frame: Any) -> Site:
 
 
 def intercepted(decide: Callable[[Site], bool]) -> contextlib.ExitStack:
-    """Calls of WAITS go through where `decide` says so."""
+    """Calls of WAITS go through where `decide` returns True."""
     stack = contextlib.ExitStack()
     for owner, name in WAITS:
         original = getattr(owner, name)

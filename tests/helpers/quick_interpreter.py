@@ -1,4 +1,4 @@
-"""Triton's interpreter with less of what it does over and over: most of a kernel's time goes to Triton's own Python."""
+"""Triton's interpreter with less repeated work: most of a kernel's time goes to Triton's own Python."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from triton.runtime import interpreter
 
 
 def hurry() -> None:
-    """From now on, in this process. What is computed stays the same, but for the order in which a scan adds up."""
+    """From now on, in this process. Results stay the same, except for the order in which a scan adds up."""
     patch_the_language_once()
     leave_out_assertions_that_are_off()
     interpreter._get_np_dtype = by_name(interpreter._get_np_dtype)
@@ -89,7 +89,7 @@ def operate_at_once(name: str, operator: Callable) -> Callable:
 
 
 def observed(operate: Callable[[], tl.tensor], operands: tuple[Any, Any]) -> tuple[tl.tensor, Operation | None]:
-    """The result, and what NumPy does for it, if one operation of the operands as they are, or cast, gives the same."""
+    """The result, and NumPy's operation for it, if one operation of the operands, or of their casts, gives the same."""
     builder, seen = interpreter.InterpreterBuilder, []
     binary_op, create_addptr = builder.binary_op, builder.create_addptr
 
@@ -167,7 +167,7 @@ def expand_at_once(get: Callable) -> Callable:
 def load_at_once(load: Callable) -> Callable:
     """tl.load: one call of the interpreter's, if NumPy has the type and masked lanes get a number."""
     builder = interpreter.interpreter_builder
-    # pointers, and whether it is volatile, stand around hints for caches, of which versions have one or two
+    # between the pointers and is_volatile are one or two hints for caches, by version
     hints_of_none = (None,) * (len(inspect.signature(builder.create_load).parameters) - 2)
 
     def at_once(pointer: Any, mask: Any = None, other: Any = None, **hints: Any) -> tl.tensor:

@@ -1,5 +1,4 @@
-"""The arithmetic and the memory of gluon_on_cpu; what keeps warps apart is in
-backends/hopper/test_hopper_on_cpu.py."""
+"""Arithmetic and memory of gluon_on_cpu. The order of warps is in backends/hopper/test_hopper_on_cpu.py."""
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ INTEGERS = np.array([-7, -4, -1, 0, 1, 4, 7])
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_16_bits_are_rounded_as_torch_rounds(name):
+def test_16_bits_round_as_in_torch(name):
     x = torch.cat([torch.randn(10_000) * 10.0 ** torch.randint(-12, 8, (10_000,)), torch.tensor([torch.inf, -0.0])])
     rounded = Array(x.numpy(), arrays.TYPES[name]).data
     assert torch.equal(torch.from_numpy(rounded), x.to(getattr(torch, name)).float())
@@ -37,7 +36,7 @@ def test_common_types():
     assert (1 << Array(31, arrays.int32)).data == -(2**31)
 
 
-def test_memory_has_ends():
+def test_access_outside_a_storage_raises():
     memory = torch.arange(10, dtype=torch.float32)
     pointer = Pointer.to(memory[2:]) + Array(np.arange(4), arrays.int32)
     assert values.load(pointer).data.tolist() == [2, 3, 4, 5]
@@ -49,8 +48,8 @@ def test_memory_has_ends():
         values.store(pointer + -3, 0.0)
 
 
-def test_shared_memory_lies_in_panels():
-    """128 bytes wide: what a product reads of 16 rows × 128 columns is two tiles of 16 × 64 behind one another."""
+def test_shared_memory_consists_of_panels():
+    """128 bytes wide: the operand of 16 rows × 128 columns is two consecutive tiles of 16 × 64."""
     wide, narrow = ([gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16) for shape in ([16, 128], [8, 64])])
     program = machine.Program(machine.Machine(0), 0, 1)
     buffer = shared_memory.allocate(program, arrays.bfloat16, [2, 16, 128], wide)

@@ -1,4 +1,4 @@
-"""Interpreted kernels leave their tensors nowhere: what would show that they do."""
+"""Interpreted kernels that leave their tensors raise."""
 
 import pytest
 import torch

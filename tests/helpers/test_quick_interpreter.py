@@ -1,4 +1,4 @@
-"""The interpreter in a hurry computes what Triton's own does: bit by bit, but for what a scan adds up."""
+"""The quick interpreter equals Triton's own bit by bit, except for sums of a scan."""
 
 import json
 import os
@@ -55,14 +55,14 @@ print(json.dumps([digest.hexdigest(), added_up]))
 
 
 @pytest.mark.slow  # two processes that import torch
-def test_the_same_numbers(interpreter):
+def test_results_equal_the_plain_interpreter(interpreter):
     helpers = Path(__file__).resolve().parent
     path = os.pathsep.join([str(helpers), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     options = dict(env=environment, check=True, capture_output=True, text=True, timeout=300)
     (expected, expected_sums), (found, sums) = (
         json.loads(subprocess.run([sys.executable, "-c", SCRIPT, how], **options).stdout)
-        for how in ("as it is", "hurry")
+        for how in ("plain", "hurry")
     )
     assert found == expected
     assert sums == pytest.approx(expected_sums, rel=1e-4, abs=1e-5)

@@ -1,4 +1,4 @@
-"""Random calls of the Hopper kernels on a CPU pass, and report faults."""
+"""Random calls of the Hopper kernels on a CPU; a fault in them is reported."""
 
 import fuzz_emulated
 import pytest
@@ -15,7 +15,7 @@ def test_random_calls(seed, capsys):
     assert fuzz_emulated.main(["--seed", str(seed), "--calls", "25", "--longest", "150"]) == 0, capsys.readouterr().out
 
 
-def test_faults_fail_with_the_command_that_repeats_them(monkeypatch, capsys):
+def test_fault_is_reported_with_a_command(monkeypatch, capsys):
     forward = hopper.forward
 
     def wrong(*arguments):

@@ -1,29 +1,22 @@
-"""Parts of the Hopper kernels around the attention: tables of tiles, preparation and completion, the copy engine's
-addresses. Plain Triton, so that it runs everywhere."""
+"""Tables of tiles of the Hopper kernels, and addresses of the copy engine. Plain Triton, which runs everywhere."""
 
 import itertools
-import math
 
 import pytest
 import torch
-from pairwise import pairwise
 
 from decayattn.backends.hopper import backend as hopper
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward import launch as launch_backward
-from decayattn.backends.hopper.backward.row_terms import RowDecay, RowTermsTraits, row_terms_kernel, unpack_dq_kernel
+from decayattn.backends.hopper.backward.row_terms import RowTermsTraits, row_terms_kernel
 from decayattn.backends.hopper.common import descriptors, tile_table
-from decayattn.backends.hopper.common.fragments import FACTORS
 from decayattn.backends.hopper.forward import launch
-from decayattn.backends.planning.sequences import decay_blocks
 from decayattn.backends.runtime import launching, tma
 from decayattn.backends.runtime.strided import strided
-from decayattn.backends.tiles import bf16_splits
+from decayattn.backends.tiles.bf16_splits import SPLIT_COLUMNS, SPLITS
 from decayattn.problem import AttentionProblem
 
 HEADS, DIM = 2, 40
-# of the kernels, which fill up tiles
-WIDTH = 64
 PACKINGS = [
     ([3, 0, 333, 1, 130], None),
     ([256], [70]),
@@ -34,7 +27,7 @@ PACKINGS = [
 
 
 def packed(device, rows, keys=None) -> tuple[AttentionProblem, torch.Tensor]:
-    """Sequences of so many rows and keys, and five of each that belong to none."""
+    """Sequences of these rows and keys, and five of each that belong to none."""
     columns = []
     for lengths in (rows, keys or rows):
         columns += [[0, *itertools.accumulate(lengths)][:-1], lengths]
@@ -85,130 +78,38 @@ def test_offsets_out_of_order_have_no_tiles(device):
     assert tiles.rows[0, 0] == tiles.keys[0, 0] == 0
 
 
-def row_alpha(decay: RowDecay, kind: str, line: list[int], inside: int) -> torch.Tensor:
-    """α (H, rows) of a tile's rows minus that at their reference, the first row of their 128."""
-    rates, beta, base = decay.rates, decay.beta, decay.base
-    start, length, tokens, entry, _, first_token, first_block, _ = line
-    position = torch.arange(start, start + inside) + tokens - length
-    reference = start // 128 * 128 + tokens - length
-    if kind == "constant":
-        return rates.double()[:, None] / math.log(2) * (position - reference).to(rates.device)
-    position = position.clamp(min=0).to(rates.device)
-    at, origin = first_block + position // 128, first_block + max(reference, 0) // 128
-    return base[entry, :, at] - base[entry, :, origin, None] + beta[entry, :, first_token + position]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "rows", "decay"), pairwise([*PACKINGS[:3], None], [64, 128], ["none", "constant", "scalar"])
-)
-def test_what_stands_around_the_gradients(lengths, rows, decay, device):
-    """Row terms in the tiles of a table, of one side or two, zeros that are added to, and dq back in its place."""
-    problem, bounds = padded(device) if lengths is None else packed(device, *lengths)
-    axes = (problem.batch, problem.query_length)
-    out, d_out = torch.randn(2, *axes, HEADS, DIM, device=device).half()
-    d_lse, row_lse2 = torch.randn(2, axes[0], HEADS, axes[1], device=device)
-    for part in (0, 5):
-        row_lse2[..., part::31] = torch.inf  # rows that see nothing
-    tiles = tile_table.build(problem, bounds, rows, 128, last_first=False, of_keys=True)
-    rates = -torch.rand(HEADS, device=device)
-    beta = -100 * torch.rand(axes[0], HEADS, problem.key_length, device=device)
-    base = -1e4 * torch.rand(axes[0], HEADS, decay_blocks(problem), dtype=torch.float64, device=device)
-    of_rows = RowDecay(rates, beta, base, problem.key_length, base.shape[-1])
-    sides = 1 if decay == "none" else 2
-    terms = row_lse2.new_empty(HEADS, tiles.row_tiles, sides, rows, bf16_splits.SPLIT_COLUMNS, dtype=torch.bfloat16)
-    fragments = row_lse2.new_full((HEADS * tiles.row_tiles * rows * WIDTH // 256, 256), 7)
-    row_sums = torch.empty_like(row_lse2)
-    counters = torch.full([4], 7, dtype=torch.int32, device=device)
-    block = launch_backward._ROW_TERMS_BLOCK
-    # once with one scale, and once with one per row
-    scales = torch.randn(HEADS, *axes, device=device).movedim(0, 2)
-    factors = row_lse2.new_empty(*terms.shape[:3], FACTORS.value, rows)
-    terms_of_scales = torch.empty_like(terms)
-    both = (terms, None, -8.0), (terms_of_scales, (strided(scales), factors), -1.0)
-    for own_terms, row_factors, score_factor in both:
-        row_terms_kernel[(tiles.row_tiles * rows // block * HEADS,)](
-            strided(out), strided(d_out), strided(d_lse), row_lse2, own_terms, row_factors,
-            (row_sums, fragments, counters), tiles.rows, of_rows if sides == 2 else None, score_factor,
-            problem.query_length, tiles.row_tiles, HEADS, 1, 3,
-            TRAITS=RowTermsTraits(WIDTH, DIM, rows, block, decay, sides),
-        )
-
-    assert counters.tolist() == [0, 0, 0, 7]
-    delta = (out.float() * d_out.float()).sum(-1).transpose(1, 2) - d_lse
-    delta = torch.where(row_lse2 < torch.inf, delta, 0.0)
-    fragments = fragments.view(HEADS, tiles.row_tiles, -1)
-    dq = torch.full_like(out, 7)
-    expected = dq.clone()
-    gradient = torch.randn(HEADS, tiles.row_tiles, rows, WIDTH, device=device)
-    for n, line in enumerate(lines(problem, bounds, rows, False, False)):
-        start, length, _, entry, first_row, *_ = line
-        inside, here = min(rows, length - start), slice(first_row + start, first_row + min(start + rows, length))
-        here_lse2 = row_lse2[entry, :, here].double()
-        sees = here_lse2 < torch.inf
-        for side in range(sides):
-            columns = terms[:, n, side].double()
-            splits = bf16_splits.SPLITS
-            added, taken = columns[..., :splits].sum(-1), columns[..., splits : 2 * splits].sum(-1)
-            if sides == 1:
-                assert torch.equal(added[:, :inside][sees], -8.0 * here_lse2[sees])
-            else:
-                alpha = row_alpha(of_rows, decay, line, inside)
-                expected_terms = -8.0 * (here_lse2 + alpha * (-1, 1)[side])
-                torch.testing.assert_close(added[:, :inside][sees], expected_terms[sees], rtol=1e-6, atol=2e-4)
-            torch.testing.assert_close(-taken[:, :inside], delta[entry, :, here].double(), rtol=1e-5, atol=1e-4)
-            # finite, and far below all scores
-            assert (added[:, :inside][~sees] < -1e38).all()
-            assert (added[:, inside:] < -1e38).all()
-            assert added.isfinite().all()
-            assert (taken[:, inside:] == 0).all()
-            assert (columns[..., 2 * bf16_splits.SPLITS :] == 0).all()
-            own_scale, own_lse2 = factors[:, n, side].unbind(1)
-            torch.testing.assert_close(own_scale[:, :inside], scales[entry, here].mT / math.log(2))
-            seen = added > -1e38
-            torch.testing.assert_close(8.0 * own_lse2[seen].double(), added[seen], rtol=1e-6, atol=2e-4)
-            assert (own_lse2[~seen] < -1e38).all()
-            assert (terms_of_scales[:, n, side, :, :splits] == 0).all()
-            assert torch.equal(terms_of_scales[:, n, side, :, splits:], terms[:, n, side, :, splits:])
-        assert (fragments[1:, n] == 0).all()
-        assert (fragments[0, n] == 7).all()
-        assert (row_sums[entry, :, here] == 0).all()
-        expected[entry, here] = (0.5 * gradient[:, n, :inside, :DIM]).transpose(0, 1).half()
-
-    # as fragments.to_fragments leaves a part of 64 × 64
-    pieces = gradient.view(HEADS, tiles.row_tiles, rows // 64, 4, 2, 8, 8, 4, 2)
-    fragments.copy_(pieces.permute(0, 1, 2, 6, 3, 5, 7, 4, 8).reshape(fragments.shape))
-    unpack_dq_kernel[(tiles.row_tiles * rows // 64 * HEADS,)](
-        fragments, dq, tiles.rows, dq.stride(), 0.5, None, problem.query_length, tiles.row_tiles, HEADS, D=WIDTH,
-        HEAD_DIM=DIM, ROWS=rows,
+def test_rows_without_a_key_have_no_terms(device):
+    """Nor rows past the end: an LSE₂ far below all scores, and no Δ for any gradient of lse. Other tests are of rows
+    with keys, by the results."""
+    rows, tile, block = 70, 128, launch_backward._ROW_TERMS_BLOCK
+    out, d_out = torch.randn(2, 1, rows, HEADS, DIM, device=device).half()
+    d_lse, row_lse2 = torch.randn(2, 1, HEADS, rows, device=device)
+    row_lse2[..., ::31], d_lse[..., ::31] = torch.inf, torch.nan
+    terms = row_lse2.new_empty(HEADS, 1, 1, tile, SPLIT_COLUMNS, dtype=torch.bfloat16)
+    counters = torch.zeros(4, dtype=torch.int32, device=device)
+    zeroed = torch.empty_like(row_lse2), row_lse2.new_empty(HEADS * tile * 64), counters
+    row_terms_kernel[(tile // block * HEADS,)](
+        strided(out), strided(d_out), strided(d_lse), row_lse2, terms, None, zeroed, None, None,
+        -8.0, rows, 1, HEADS, 0, 3, TRAITS=RowTermsTraits(64, DIM, tile, block, "none", 1),
     )
-    assert torch.equal(dq, expected)  # and nothing outside was written
-    q, d_scales = torch.randn_like(out), torch.full_like(row_lse2, 7)
-    unpack_dq_kernel[(tiles.row_tiles * rows // 64 * HEADS,)](
-        fragments, dq, tiles.rows, dq.stride(), 0.5, (strided(q), strided(scales), d_scales), problem.query_length,
-        tiles.row_tiles, HEADS, D=WIDTH, HEAD_DIM=DIM, ROWS=rows,
-    )
-    expected_scales = torch.full_like(d_scales, 7)
-    for n, line in enumerate(lines(problem, bounds, rows, False, False)):
-        start, length, _, entry, first_row, *_ = line
-        inside, here = min(rows, length - start), slice(first_row + start, first_row + min(start + rows, length))
-        own = gradient[:, n, :inside, :DIM].transpose(0, 1)
-        expected[entry, here] = (own * scales[entry, here][..., None]).half()
-        expected_scales[entry, :, here] = (own * q[entry, here].float()).sum(-1).mT
-    assert torch.equal(dq, expected)
-    torch.testing.assert_close(d_scales, expected_scales, rtol=1e-5, atol=1e-4)
+    added, taken = terms[:, 0, 0].double()[..., : 2 * SPLITS].unflatten(-1, (2, SPLITS)).sum(-1).unbind(-1)
+    seen = torch.nn.functional.pad(row_lse2[0] < torch.inf, (0, tile - rows))
+    assert torch.equal(added[seen], -8.0 * row_lse2[row_lse2 < torch.inf].double())
+    assert (added[~seen] < -1e38).all()
+    assert added.isfinite().all()
+    assert (taken[~seen] == 0).all()
+    assert (taken[seen] != 0).all()
 
 
 def test_heads_together(monkeypatch):
     monkeypatch.setattr(config, "CACHE_BYTES", 1000)
     assert [launch.heads_together(12, size) for size in (50, 84, 130, 200, 333, 999, 1001)] == [12, 6, 6, 4, 3, 1, 1]
-    assert launch.heads_together(12, 500, sharing=3) == 6
-    assert launch.heads_together(12, 1001, sharing=3) == 3
-    assert launch.heads_together(7, 200) == 4
-    assert launch.heads_together(7, 0) == 7
-    assert launch.heads_together(12, 1001, minimum=6) == 6
-    assert launch.heads_together(12, 1001, minimum=5) == 4
-    assert launch.heads_together(12, 1001, sharing=3, minimum=5) == 6
-    assert launch.heads_together(3, 1001, minimum=32) == 3
+    for heads, size, options, expected in (
+        (12, 500, dict(sharing=3), 6), (12, 1001, dict(sharing=3), 3), (7, 200, {}, 4), (7, 0, {}, 7),
+        (12, 1001, dict(minimum=6), 6), (12, 1001, dict(minimum=5), 4), (12, 1001, dict(sharing=3, minimum=5), 6),
+        (3, 1001, dict(minimum=32), 3),
+    ):
+        assert launch.heads_together(heads, size, **options) == expected
     for heads, most in itertools.product((1, 2, 521, 512, 1046, 70_001), (1, 2, 3, 7, 40, 512)):
         together = launch.heads_together(heads, 1000 // most)
         most = max(1, 1000 // (1000 // most))
@@ -217,7 +118,7 @@ def test_heads_together(monkeypatch):
         assert -(-heads // together) == -(-heads // most)
 
 
-def test_what_the_copy_engine_can_address(device):
+def test_copy_engine_addresses_16_bytes(device):
     """Strides that are never used, of dimensions of size 1, do not matter, and a descriptor gets others for them."""
     x = torch.empty(2, 40, 3, 64, dtype=torch.float16, device=device)
     odd = torch.empty(2 * 40 * 3 * 65, dtype=torch.float16, device=device)
@@ -264,11 +165,10 @@ def test_slices_need_one_token_axis(device):
     assert "1073741824 tokens" in descriptors.slices_unsupported(x[:1, :1].expand(1, 2**30, 4, 64))
 
 
-@pytest.mark.parametrize(
-    ("length", "dims", "expected"),
-    [(1024, (128, 128), False), (4096, (128, 128), True), (64, (256, 256), True), (64, (64, 136), True)],
-)
-def test_few_tokens_are_left_to_others_up_to_128_columns(monkeypatch, length, dims, expected):
+@pytest.mark.parametrize(("length", "dims", "expected"), [
+    (1024, (128, 128), False), (4096, (128, 128), True), (64, (256, 256), True), (64, (64, 136), True),
+])
+def test_few_tokens_are_left_to_other_backends(monkeypatch, length, dims, expected):
     monkeypatch.setattr(launching, "multiprocessors", lambda device: 132)
     q, v = (torch.empty(1, length, 8, dim, dtype=torch.bfloat16) for dim in dims)
     assert hopper.is_profitable(AttentionProblem.of(q, v, None, None, True, (-1, -1))) == expected

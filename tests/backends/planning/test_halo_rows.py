@@ -1,4 +1,4 @@
-"""The kernels around a halo's exchange are PyTorch's operators, bit by bit; the ranks are simulated in one process."""
+"""The kernels around a halo's exchange against PyTorch's operators, bit by bit. One process simulates the ranks."""
 
 import itertools
 import math
@@ -32,10 +32,10 @@ def exchanged(rows, numbers):
 
 
 class Case:
-    """Tensors and a plan of several ranks that nobody has planned."""
+    """Tensors and a random plan of several ranks."""
 
     def __init__(self, seed, device, ranks=3, batch=2, kv_heads=2, group=2, dim=5, value_dim=3, dtype=torch.bfloat16,
-                 decay=torch.float32, share=None, even=False, reach=False):
+                 decay=torch.float32, share=None, even=False, reach=False, longest=45):
         self.random = random = torch.Generator().manual_seed(seed)
         self.device, self.dtype, self.decay = device, dtype, decay
         self.shape = batch, kv_heads, group, dim, value_dim
@@ -43,11 +43,11 @@ class Case:
         def number(high):
             return int(torch.randint(0, high, (), generator=random))
 
-        self.lengths = (48,) * ranks if even else tuple(number(4) and number(90) for _ in range(ranks))
+        self.lengths = (24,) * ranks if even else tuple(number(4) and number(longest) for _ in range(ranks))
         offsets = [0, *itertools.accumulate(self.lengths)]
         share = torch.rand(ranks, batch * kv_heads, generator=random) if share is None else torch.tensor(share)
         begins = ((1 - share) * torch.tensor(offsets[:-1])[:, None]).long().expand(ranks, batch * kv_heads)
-        # what is gathered has another number behind those of every rank
+        # the gathered begins have one more column
         of_all = begins if reach else torch.cat([begins, begins[:, :1]], 1)[:, :-1]
         if reach:
             begins = of_all = begins[:, :1].expand_as(begins)
@@ -72,7 +72,7 @@ class Case:
         return [k, v, self.normal(batch, kv_heads * group, length, dtype=self.decay).transpose(1, 2)]
 
     def check_forward(self, tokens):
-        """tokens: of a slice behind its halo."""
+        """tokens: of a slice after its halo."""
         sent = []
         for fetch, parts in zip(self.fetches, self.parts, strict=True):
             sent.append(eager_rows.pack_sent(fetch, parts))
@@ -114,7 +114,7 @@ CASES = {
     "float64": dict(dtype=torch.float64, decay=torch.float64, batch=1),
     "float64 with a decay in float32": dict(dtype=torch.float64, ranks=4),
     "no decay": dict(decay=None),
-    "more pairs than are added up at once": dict(ranks=2, batch=65, group=1, dim=1, value_dim=1),
+    "more pairs than are added up at once": dict(ranks=2, batch=65, group=1, dim=1, value_dim=1, longest=6),
     "everything": dict(share=[[1.0]], even=True),
     "nothing": dict(share=[[0.0]]),
     "a reach": dict(reach=True),
@@ -124,24 +124,22 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), *[2] * torch.cuda.is_available()])
-def test_rows_are_those_of_operators(case, seed, device):
+def test_kernels_equal_operators(case, seed, device):
     ranks = Case(seed, device, **CASES[case])
     # all tokens of a slice, or its first ones
     lengths = (lambda length: length, lambda length: length // 3, lambda length: 0)
-    # with so many pairs, one of them takes the interpreter long enough; other seeds have others
-    many = case == "more pairs than are added up at once"
-    for tokens in lengths[seed : seed + 1] if many else lengths:
+    for tokens in lengths:
         ranks.check_forward(tokens)
         ranks.check_backward(tokens, (True, True, ranks.decay is not None))
 
 
 @pytest.mark.parametrize("asked", [(True, False, False), (False, True, True), (False, False, True)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_gradients_that_nobody_asks_for_are_not_sent(asked, dtype, device):
+def test_unneeded_gradients_are_not_sent(asked, dtype, device):
     Case(3, device, dtype=dtype).check_backward(lambda length: length // 2, asked)
 
 
-def test_what_is_empty_launches_nothing(device, monkeypatch):
+def test_empty_exchanges_launch_nothing(device, monkeypatch):
     ranks = Case(0, device, share=[[0.0]])
     monkeypatch.setattr(halo_rows, "_launch", None)
     for fetch, parts in zip(ranks.fetches, ranks.parts, strict=True):

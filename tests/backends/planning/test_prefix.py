@@ -66,8 +66,17 @@ def differences(built: prefix.DecayPrefix, i, j):
     return (built.beta[..., i] - built.beta[..., j]) + bases
 
 
-def check_build(log_decay):
-    assert_prefix_of(log_decay, prefix.build(problem_of(log_decay), log_decay))
+def check(log_decay, query_length=None):
+    """Build the prefix, and a gradient with random sums."""
+    batch, length, heads = log_decay.shape
+    problem = problem_of(log_decay, query_length)
+    built = prefix.build(problem, log_decay)
+    assert_prefix_of(log_decay, built)
+    row_sums = torch.randn(batch, heads, problem.query_length, device=log_decay.device)
+    column_sums = torch.randn(batch, heads, length, device=log_decay.device)
+    grad = prefix.gradient(problem, built, row_sums, column_sums, log_decay)
+    assert grad.dtype == log_decay.dtype
+    assert_gradient_of(log_decay, row_sums, column_sums, grad)
 
 
 def assert_prefix_of(log_decay, built: prefix.DecayPrefix):
@@ -79,17 +88,6 @@ def assert_prefix_of(log_decay, built: prefix.DecayPrefix):
     assert (error <= log_decay.shape[1] * EPS64 * alpha.abs().amax()).all()  # the plain sum's own rounding
 
 
-def check_gradient(log_decay, query_length):
-    batch, length, heads = log_decay.shape
-    problem = problem_of(log_decay, query_length)
-    built = prefix.build(problem, log_decay)
-    row_sums = torch.randn(batch, heads, query_length, device=log_decay.device)
-    column_sums = torch.randn(batch, heads, length, device=log_decay.device)
-    grad = prefix.gradient(problem, built, row_sums, column_sums, log_decay)
-    assert grad.dtype == log_decay.dtype
-    assert_gradient_of(log_decay, row_sums, column_sums, grad)
-
-
 def assert_gradient_of(log_decay, row_sums, column_sums, grad):
     expected = plain_gradient(log_decay, row_sums, column_sums)
     assert grad.shape == log_decay.shape
@@ -99,25 +97,21 @@ def assert_gradient_of(log_decay, row_sums, column_sums, grad):
     assert (grad[expected == 0] == 0).all()  # literal zeros
 
 
-@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 300])
-def test_lengths_that_divide_nothing(length, launches, device):
-    log_decay = torch.randn(2, length, 2, device=device)
-    check_build(log_decay)
-    check_gradient(log_decay, length)
+# (tokens, rows, resets of a head): lengths that divide nothing; resets at the edges of blocks; rows are the last tokens
+CASES = [
+    *((n, n, []) for n in (1, 2, 127, 128, 129, 300)),
+    *((300, 300, resets) for resets in (
+        [0], [1], [127], [128], [129], [0, 127, 128, 129], [255, 256], [126, 127], [299], [5, 290], list(range(300)),
+    )),
+    *((170, rows, [129, 150]) for rows in (1, 40, 170, 200)),
+]
 
 
-@pytest.mark.parametrize(("most_tokens", "two_launches"), [(300, False), (299, True)])
-@pytest.mark.parametrize("resets", [[], [5, 290]], ids=str)
-def test_long_sequences_take_two_launches(most_tokens, two_launches, resets, monkeypatch, device):
-    kernels = {name: Counted(getattr(prefix, name)) for name in ("_block_totals", "_segment_heads")}
-    for name, value in {"_MOST_TOKENS": most_tokens, **kernels}.items():
-        monkeypatch.setattr(prefix, name, value)
-    log_decay = torch.randn(1, 300, 2, device=device)
+@pytest.mark.parametrize(("length", "query_length", "resets"), CASES, ids=str)
+def test_prefix_and_gradient(length, query_length, resets, launches, device):
+    log_decay = torch.randn(1, length, 2, device=device)
     log_decay[0, resets, 1] = -torch.inf
-    check_build(log_decay)
-    assert kernels["_block_totals"].launches == two_launches
-    check_gradient(log_decay, 300)
-    assert kernels["_segment_heads"].launches == two_launches
+    check(log_decay, query_length)
 
 
 class Counted:
@@ -131,25 +125,18 @@ class Counted:
         return self.kernel[grid]
 
 
-def test_a_length_on_each_side_of_the_bound(device):
-    for length in (prefix._MOST_TOKENS, prefix._MOST_TOKENS + 1):
-        log_decay = torch.randn(1, length, 1, device=device)
-        log_decay[0, [700, 1300], 0] = -torch.inf
-        check_build(log_decay)
-        check_gradient(log_decay, length)
+@pytest.mark.parametrize("length", [prefix._MOST_TOKENS, prefix._MOST_TOKENS + 1])
+def test_long_sequences_take_two_launches(length, monkeypatch, device):
+    for name in ("_block_totals", "_segment_heads"):
+        monkeypatch.setattr(prefix, name, Counted(getattr(prefix, name)))
+    log_decay = torch.randn(1, length, 1, device=device)
+    log_decay[0, [700, 1300], 0] = -torch.inf
+    check(log_decay)
+    for kernel in (prefix._block_totals, prefix._segment_heads):
+        assert kernel.launches == (length > prefix._MOST_TOKENS)
 
 
-@pytest.mark.parametrize("resets", [
-    [0], [1], [127], [128], [129], [0, 127, 128, 129], [255, 256], [126, 127], [299], [5, 290], list(range(300)),
-], ids=str)
-def test_resets_at_the_edges_of_blocks(resets, launches, device):
-    log_decay = torch.randn(1, 300, 2, device=device)
-    log_decay[0, resets, 1] = -torch.inf
-    check_build(log_decay)
-    check_gradient(log_decay, 300)
-
-
-def test_the_first_log_decay_is_never_used(launches, device):
+def test_first_log_decay_is_never_used(launches, device):
     log_decay = torch.randn(1, 130, 1, device=device)
     built = prefix.build(problem_of(log_decay), log_decay)
     for value in (torch.nan, torch.inf, -torch.inf):
@@ -157,19 +144,10 @@ def test_the_first_log_decay_is_never_used(launches, device):
         assert all(map(torch.equal, prefix.build(problem_of(log_decay), log_decay), built))
 
 
-@pytest.mark.parametrize("query_length", [1, 40, 170, 200])
-def test_queries_are_the_last_rows(query_length, launches, device):
-    """Tokens before the first query have no row sum, and rows before the first token count nowhere."""
-    log_decay = torch.randn(1, 170, 2, device=device)
-    log_decay[0, [129, 150], 0] = -torch.inf
-    check_gradient(log_decay, query_length)
-
-
 def test_strides(launches, device):
     log_decay = torch.randn(2, 3, 150, device=device).permute(0, 2, 1)
-    check_build(log_decay)
-    check_gradient(log_decay, 150)
-    check_build(log_decay[:1, :, :1].expand(2, 150, 3))
+    check(log_decay)
+    check(log_decay[:1, :, :1].expand(2, 150, 3))
 
 
 @pytest.mark.parametrize("heads", [1, 6, 8, 16])
@@ -188,13 +166,12 @@ def test_more_than_one_step_reads(launches, monkeypatch, device):
     length = 6 * BLOCK + 1
     log_decay = torch.randn(1, length, 2, device=device)
     log_decay[0, [130, 131, 700, length - 1], 1] = -torch.inf
-    check_build(log_decay)
-    check_gradient(log_decay, length)
+    check(log_decay)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_sequences(packed, launches, device):
-    """Each has the prefix and the gradient that it has alone, whatever lies outside."""
+    """Each has the prefix and the gradient that it has alone, with NaN outside."""
     tokens, rows = [130, 0, 1, 300, 128, 200], [130, 5, 1, 260, 128, 215]
     if packed:
         first_tokens, first_rows = ([*itertools.accumulate(lengths, initial=3)][:-1] for lengths in (tokens, rows))
@@ -232,7 +209,7 @@ def test_sequences(packed, launches, device):
     assert (grad[outside] == 0).all()
 
 
-def test_the_counter_is_zeroed(launches, device):
+def test_counter_is_zeroed(launches, device):
     counter, log_decay = torch.ones(1, dtype=torch.int32, device=device), torch.randn(1, 300, 2, device=device)
     prefix.build(problem_of(log_decay), log_decay, counter=counter)
     assert counter.item() == 0
@@ -245,18 +222,17 @@ def test_the_counter_is_zeroed(launches, device):
 @hypothesis.given(
     length=st.integers(1, 400), query_length=st.integers(1, 400), density=st.sampled_from([0.0, 0.01, 0.3])
 )
-def test_anything(length, query_length, density, launches, device):
+def test_random_lengths_and_resets(length, query_length, density, launches, device):
     log_decay = torch.randn(1, length, 2, device=device)
     log_decay[torch.rand_like(log_decay) < density] = -torch.inf
-    check_build(log_decay)
-    check_gradient(log_decay, query_length)
+    check(log_decay, query_length)
 
 
 def test_differences_keep_their_low_bits_at_any_length(device):
     """λ ≈ −0.7: the last tokens see each other as exactly as the first ones do, though α itself is huge.
 
-    With float32 inputs the difference is right to its own float32 rounding. With 16-bit inputs β is float32: the three
-    numbers that are added are rounded, and so is each sum, 128 tokens of decay at the most.
+    With float32 inputs the difference is right to its own float32 rounding. With 16-bit inputs β is float32: three
+    rounded terms are added, with a rounding per sum, over at most 128 tokens of decay.
     """
     log_decay = -1.4 * torch.rand(1, LONG, 1, device=device)
     values = (log_decay.flatten().double() * LOG2E).tolist()
@@ -264,21 +240,21 @@ def test_differences_keep_their_low_bits_at_any_length(device):
     # what one lane of the scan over blocks adds up, the tree over its lanes, and the tokens of a block
     float64_sums = LONG / BLOCK / prefix._SCAN_CHUNK + math.log2(prefix._SCAN_CHUNK) + BLOCK
     float64_error = 2 * float64_sums * EPS64 * math.fsum(map(abs, values))
+    exactly = prefix.build(problem_of(log_decay), log_decay)
+    built = prefix.build(problem_of(log_decay, dtype=torch.float16), log_decay)
+    assert built.beta.dtype == torch.float32
     for j in (i - 1, i - 100, i - 200, i // 2):
         pairs = zip(i.tolist(), j.tolist(), strict=True)
         exact = [math.fsum(values[earlier + 1 : later + 1]) for later, earlier in pairs]
         exact = torch.tensor(exact, dtype=torch.float64, device=device)
-        found = differences(prefix.build(problem_of(log_decay), log_decay), i, j).float()
+        found = differences(exactly, i, j).float()
         assert ((found - exact).abs() <= EPS32 * exact.abs() + float64_error).all()
-
-        built = prefix.build(problem_of(log_decay, dtype=torch.float16), log_decay)
-        assert built.beta.dtype == torch.float32
         bases = (built.base[..., i // BLOCK] - built.base[..., j // BLOCK]).abs()
         terms = built.beta[..., i].abs() + built.beta[..., j].abs() + bases
         assert ((differences(built, i, j) - exact).abs() <= 2 * EPS32 * terms + float64_error).all()
 
 
-def test_the_split_prefix_adds_up(launches, device):
+def test_split_prefix_adds_up(launches, device):
     """Bases to twice float32's bits, β to float32's."""
     log_decay, factor = -5 * torch.rand(2, 3 * BLOCK + 20, 3, device=device), -3.7
     problem = problem_of(log_decay)
@@ -293,7 +269,7 @@ def test_the_split_prefix_adds_up(launches, device):
     assert torch.equal(beta.float(), (built.beta * factor).float())
 
 
-def test_a_decay_that_is_not_per_token_has_an_empty_prefix(device):
+def test_prefix_of_other_decays_is_empty(device):
     q = torch.empty(2, 5, 3, 8, device=device)
     for log_decay in (None, torch.zeros(3, device=device)):
         empty = prefix.allocate(AttentionProblem.of(q, q, log_decay, None, True), q)

@@ -36,7 +36,7 @@ def test_a_block_finds_its_sequence(count, searches, device):
 
 
 def described(count, device) -> tuple[AttentionProblem, sequences.Sequences]:
-    """A packed problem of so many sequences of no token, and how the kernels find them."""
+    """A packed problem of `count` sequences of no token, and their lookup."""
     q, bounds = torch.empty(1, 5, 1, 16, device=device), torch.zeros(count, 4, dtype=torch.int32, device=device)
     problem = AttentionProblem.of(q, q, None, None, True, bounds=bounds, longest=(5, 5))
     return problem, sequences.find(problem, bounds)

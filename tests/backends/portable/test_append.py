@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from pairwise import pairwise
 
 from decayattn import reference
 from decayattn.backends.portable.append import append
@@ -43,16 +44,16 @@ def clone(state):
     return CacheBuffers(*(None if x is None else x.clone(memory_format=torch.preserve_format) for x in state))
 
 
-@pytest.mark.parametrize("number", [1, 2, 17, 129, 260])
-@pytest.mark.parametrize("counted", [None, (0, 1, 7), (260, 0, 3)])
-@pytest.mark.parametrize("alpha", [True, False])
-def test_the_kernel_writes_what_eager_code_writes(number, counted, alpha):
+@pytest.mark.parametrize(
+    ("number", "counted", "alpha"), pairwise([1, 2, 17, 129, 260], [None, (0, 1, 7), (260, 0, 3)], [True, False])
+)
+def test_kernel_equals_eager_code(number, counted, alpha):
     torch.manual_seed(number)
     k, v, log_decay = tokens(number)
     if not alpha:
         log_decay = None
     if counted is not None:
-        k[1, 1:], v[1, 1:] = torch.nan, torch.nan  # padding, of which nothing is read
+        k[1, 1:], v[1, 1:] = torch.nan, torch.nan  # padding, which is not read
         counted = torch.tensor(counted, dtype=torch.int32, device=DEVICE).clamp(max=number)
     eager, kernel = clone(state := held(alpha=alpha)), clone(state)
     expected = reference.append(eager, k, v, log_decay, counted)

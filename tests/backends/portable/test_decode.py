@@ -1,13 +1,15 @@
-"""The decode kernels against a dense float64 evaluation, within the error budget that decayattn.testing has."""
+"""The decode kernels against a dense float64 evaluation, within the error budget of decayattn.testing."""
 
 import math
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
+from pairwise import pairwise
 from repository_files import EXPERIMENTS, ROOT
 
 from decayattn import decay_attention, reference
@@ -16,8 +18,8 @@ from decayattn.backends.portable.decode import decode, number_of_splits
 from decayattn.problem import Inputs
 
 ON_GPU = torch.cuda.is_available()
-# one rounding is a matter of luck: the budget takes the worst of several evaluations, whose scores and P are held as
-# multiples by these factors, as a kernel holds them as multiples by log2 e
+# one rounding is a matter of luck: the budget takes the worst of several evaluations, with scores and P multiplied by
+# these factors, as a kernel multiplies them by log2 e
 FACTORS = [2.0 ** (n / 8) for n in range(8)]
 # in the interpreter bfloat16 products are wrong
 DTYPES = [torch.float16, torch.float32, torch.float64] + ([torch.bfloat16] if ON_GPU else [])
@@ -127,25 +129,32 @@ class Case:
 
 
 def largest(x):
-    """Per head; where both sides had −inf stands NaN, which does not count."""
+    """Per head; NaN, where both sides had −inf, does not count."""
     return x.double().nan_to_num(nan=0, neginf=0).abs().flatten(1).amax(1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+CASES = [
+    *(partial(Case, decay=decay, dtype=dtype, heads=4, value_dim=24) for decay in ("none", "constant", "scalar")
+      for dtype in DTYPES),
+    *(partial(Case, heads=heads, kv_heads=kv_heads, rows=rows, lengths=(2, 40, 100), max_length=100)
+      for (heads, kv_heads), rows in pairwise([(3, 3), (4, 2), (6, 2), (8, 1), (20, 1)], [1, 3])),
+    *(partial(Case, dim=dim, value_dim=value_dim, lengths=(50,), max_length=64)
+      for dim, value_dim in ((1, 3), (40, 24), (64, 256), (256, 100))),
+    *(partial(Case, left=left, decay=decay, rows=2, lengths=(1, 60, 150))
+      for left, decay in pairwise([0, 5, 70, 1000], ["none", "constant", "scalar"])),
+    partial(Case, strength=-0.3, dtype=torch.float64),
+]
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_calls_keep_the_budget(make):
+    """Decays, dtypes, groups, rows, head dimensions, windows and growth."""
+    make().check()
+
+
 @pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
-def test_every_decay_and_dtype(decay, dtype):
-    Case(decay=decay, dtype=dtype, heads=4, kv_heads=2, value_dim=24).check()
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (6, 2), (8, 1), (20, 1)])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_grouped_heads_and_several_rows(heads, kv_heads, rows):
-    Case(heads=heads, kv_heads=kv_heads, rows=rows, lengths=(2, 40, 100), max_length=100).check()
-
-
-@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
-def test_more_rows_than_a_tile_has_and_than_a_length(decay):
-    """Rows before the first key see nothing: out 0, lse −inf."""
+def test_rows_before_the_first_key_see_nothing(decay):
+    """More rows than a tile, and than a length: out 0, lse −inf."""
     case = Case(rows=45, lengths=(70, 30), max_length=70, decay=decay, kv_heads=1)
     out, lse = case.check()
     assert (out[1, :15] == 0).all()
@@ -153,24 +162,13 @@ def test_more_rows_than_a_tile_has_and_than_a_length(decay):
     assert lse[1, :, 15:].isfinite().all()
 
 
-@pytest.mark.parametrize(("dim", "value_dim"), [(1, 3), (40, 24), (64, 256), (256, 100)])
-def test_head_dimensions(dim, value_dim):
-    Case(dim=dim, value_dim=value_dim, lengths=(50,), max_length=64).check()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_scale_per_row_and_head(dtype):
+def test_scales_per_row_and_head(dtype):
     case = Case(rows=2, dtype=dtype, lengths=(9, 90), max_length=100)
     per_head = torch.randn(case.heads, device=case.device, dtype=case.wide)
     for scale in (per_head.expand(2, 2, case.heads), torch.randn(2, 2, case.heads).to(per_head)):
         case.scale = scale
         case.check()
-
-
-@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
-@pytest.mark.parametrize("left", [0, 5, 70, 1000])
-def test_a_window(left, decay):
-    Case(left=left, decay=decay, rows=2, lengths=(1, 60, 150)).check()
 
 
 def test_resets_are_per_entry_head_and_row():
@@ -182,29 +180,22 @@ def test_resets_are_per_entry_head_and_row():
     case.check(longest=100)
 
 
-def test_growth():
-    case = Case(strength=-0.3, dtype=torch.float64)
-    assert (case.log_decay >= 0).all()
-    case.check()
-
-
 @pytest.mark.parametrize("splits", [1, 2, 7, 64])
 @pytest.mark.parametrize("decay", ["constant", "scalar"])
 def test_any_number_of_splits(splits, decay, monkeypatch):
-    """More splits than tiles included: those programs have nothing to add."""
+    """Also more splits than tiles: those programs have nothing to add."""
     monkeypatch.setattr(decode_module, "number_of_splits", lambda *sizes: splits)
     Case(decay=decay, dtype=torch.float64, rows=2, kv_heads=1).check()
 
 
-def test_splits_are_as_many_as_the_work_allows():
-    assert number_of_splits(programs=1000, key_tiles=1000, multiprocessors=100) == 1
-    assert number_of_splits(programs=1, key_tiles=1, multiprocessors=100) == 1
-    assert number_of_splits(programs=1, key_tiles=0, multiprocessors=100) == 1
-    few, many = (number_of_splits(programs=16, key_tiles=tiles, multiprocessors=100) for tiles in (8, 1000))
-    assert 1 < few < many <= 64
+@pytest.mark.parametrize(("programs", "key_tiles", "least", "most"), [
+    (1000, 1000, 1, 1), (1, 1, 1, 1), (1, 0, 1, 1), (16, 8, 2, 8), (16, 1000, 9, 64),
+])
+def test_splits_follow_from_the_work(programs, key_tiles, least, most):
+    assert least <= number_of_splits(programs=programs, key_tiles=key_tiles, multiprocessors=100) <= most
 
 
-def test_the_bound_on_the_lengths_only_sizes_the_launch():
+def test_longest_only_sizes_the_launch():
     case = Case(dtype=torch.float64)
     case.check(longest=150)
     case.check(longest=1)  # even a wrong one
@@ -227,8 +218,8 @@ def test_any_strides(layout):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_strong_decay_stays_exact_at_any_position(dtype):
-    """α near −7e5, whose spacing in float32 is a whole 0.06: the cache differs from a short one by its start alone."""
+def test_strong_decay_stays_exact_at_any_position(dtype):
+    """α near −7e5, with a float32 spacing of 0.06: the cache differs from a short one by its start alone."""
     case = Case(lengths=(100, 100), max_length=100, dtype=dtype, strength=0.02)
     case.q, case.keys, case.values = (x[:1].expand(2, -1, -1, -1).clone() for x in (case.q, case.keys, case.values))
     alpha = case.log_decay[:1].double().cumsum(1)
@@ -240,7 +231,7 @@ def test_a_strong_decay_stays_exact_at_any_position(dtype):
     torch.testing.assert_close(lse[0], lse[1], rtol=0, atol=2e-6)
 
 
-def test_equals_the_last_rows_of_decay_attention():
+def test_rows_equal_the_last_of_decay_attention():
     case = Case(lengths=(90,), max_length=90, rows=3, heads=4, dtype=torch.float64)
     want = decay_attention(
         case.q, case.keys, case.values, case.log_decay, scale=0.25, return_lse=True, backend="reference"
@@ -250,7 +241,7 @@ def test_equals_the_last_rows_of_decay_attention():
 
 
 @pytest.mark.parametrize("run", [decode, reference.decode])
-def test_a_sink_is_in_out_and_lse(run):
+def test_sinks_change_out_and_lse(run):
     """Exact to the last bits in float64; with one rounding in float16, for scores of 0."""
     case = Case(lengths=(90,), max_length=90, rows=3, heads=4, dtype=torch.float64)
     sink = torch.tensor([-3.0, 0.0, 2.0, 100.0], device=case.device, dtype=torch.float64)
@@ -272,7 +263,7 @@ def test_a_sink_is_in_out_and_lse(run):
 
 
 @pytest.mark.parametrize("run", [decode, reference.decode])
-def test_a_row_without_a_key_has_0_whatever_the_sink_is(run):
+def test_rows_without_a_key_are_0_for_any_sink(run):
     case = Case(lengths=(2,), max_length=90, rows=3, heads=4, dtype=torch.float64)
     sink = torch.tensor([-math.inf, 0.0, 2.0, -math.inf], device=case.device, dtype=torch.float64)
     lengths = torch.tensor([2], dtype=torch.int32, device=case.device)
@@ -292,7 +283,7 @@ def test_nothing_to_compute(batch, rows):
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
-def test_a_nan_in_a_query_shows():
+def test_nan_in_a_query_stays_in_its_row():
     case = Case(rows=2, lengths=(100,))
     case.q[0, 1, 0, 3] = torch.nan
     out, lse = case.run()
@@ -333,7 +324,7 @@ print("compiled")
     pytest.param("float32", "float32", marks=pytest.mark.slow),
     pytest.param("float64", "float64", marks=pytest.mark.slow),
 ])
-def test_the_kernels_compile(dtype, wide):
+def test_kernels_compile(dtype, wide):
     """For sm_90, within the shared memory of smaller GPUs; the interpreter lets pass what the compiler refuses."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [str(EXPERIMENTS), str(ROOT), environment.get("PYTHONPATH", "")]

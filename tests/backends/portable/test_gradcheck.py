@@ -8,12 +8,13 @@ from decayattn import decay_attention
 
 TOLERANCES = dict(eps=1e-6, atol=1e-7, rtol=1e-5)
 
+SLOW = () if torch.cuda.is_available() else pytest.mark.slow
 HEADS = 2
 # tiles of the interpreter are 32 × 32, so 36 tokens need two of them each way
 TOKENS = 36
 
 
-def inputs(device, rows, keys, decay, row_scale, *, batch=1, kv_heads=1, head_dim=5, value_dim=3) -> dict:
+def inputs(device, rows, keys, decay, *, row_scale=False, batch=1, kv_heads=1, head_dim=5, value_dim=3) -> dict:
     """The leaves of one call; its log-decays are of both signs."""
     new = dict(device=device, dtype=torch.float64)
     tensors = dict(
@@ -31,8 +32,8 @@ def inputs(device, rows, keys, decay, row_scale, *, batch=1, kv_heads=1, head_di
 
 
 def check(leaves: dict, causal: bool, *, resets: torch.Tensor | None = None, **options) -> None:
-    """gradcheck of out and lse with respect to every leaf; resets are put in behind the leaf, where no finite
-    difference steps off −inf. The lse of a row that sees nothing is −inf and has no difference quotient: left out."""
+    """gradcheck of out and lse with respect to every leaf; the resets are masked after the leaf, where no finite
+    difference steps off −inf. Without the lse of rows that see nothing: −inf has no difference quotient."""
     names = list(leaves)
 
     def outputs(*values):
@@ -42,23 +43,21 @@ def check(leaves: dict, causal: bool, *, resets: torch.Tensor | None = None, **o
         out, lse = decay_attention(**arguments, causal=causal, return_lse=True, backend="triton")
         return out, lse[~torch.isneginf(lse)]
 
-    # gradients that do not arrive are tests/test_autograd.py's: here each of them would cost another dozen launches
+    # tests/test_autograd.py omits gradients: here each would cost another dozen launches
     assert gradcheck(outputs, tuple(leaves.values()), **TOLERANCES, check_undefined_grad=False, **options)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
-def test_every_gradient(decay, causal, device):
-    check(inputs(device, TOKENS, TOKENS, decay, row_scale=True), causal, fast_mode=True)
-
-
-@pytest.mark.parametrize(("rows", "keys", "causal"), [(5, TOKENS, True), (5, TOKENS, False), (TOKENS, 5, True)])
-def test_queries_are_the_last_rows(rows, keys, causal, device):
-    check(inputs(device, rows, keys, "scalar", row_scale=False), causal, fast_mode=True)
-
-
-def test_more_batches_and_groups(device):
-    check(inputs(device, 20, 20, "scalar", row_scale=False, batch=2, kv_heads=2), True, fast_mode=True)
+@pytest.mark.parametrize(("rows", "keys", "decay", "causal", "options"), [
+    *(pytest.param(TOKENS, TOKENS, decay, causal, dict(row_scale=True), marks=marks) for decay, causal, marks in [
+        ("none", True, ()), ("none", False, SLOW), ("constant", True, SLOW), ("constant", False, ()),
+        ("scalar", True, ()), ("scalar", False, ()),
+    ]),
+    # queries are the last rows
+    (5, TOKENS, "scalar", True, {}), (5, TOKENS, "scalar", False, {}), (TOKENS, 5, "scalar", True, {}),
+    (20, 20, "scalar", True, dict(batch=2, kv_heads=2)),
+])
+def test_gradients(rows, keys, decay, causal, options, device):
+    check(inputs(device, rows, keys, decay, **options), causal, fast_mode=True)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -66,10 +65,12 @@ def test_between_resets(causal, device):
     resets = torch.zeros(1, TOKENS, HEADS, dtype=torch.bool, device=device)
     resets[0, [1, 17, 32], 0] = True
     resets[0, TOKENS - 1, 1] = True
-    check(inputs(device, TOKENS, TOKENS, "scalar", row_scale=False), causal, resets=resets, fast_mode=True)
+    check(inputs(device, TOKENS, TOKENS, "scalar"), causal, resets=resets, fast_mode=True)
 
 
-@pytest.mark.parametrize(("decay", "causal"), [("scalar", True), ("scalar", False), ("constant", False)])
+@pytest.mark.parametrize(("decay", "causal"), [
+    pytest.param("scalar", True, marks=SLOW), ("scalar", False), ("constant", False),
+])
 def test_every_entry_of_every_jacobian(decay, causal, device):
-    """The slow mode perturbs one number at a time: no random projection in which two errors could cancel."""
+    """The slow mode perturbs one element at a time: no random projection in which two errors could cancel."""
     check(inputs(device, 2, 3, decay, row_scale=True, head_dim=2, value_dim=1), causal)

@@ -1,4 +1,4 @@
-"""Windows, sinks, biases, padded and packed sequences: the kernels by the error budget, and what PyTorch wraps around.
+"""Windows, sinks, biases, padded and packed sequences: the kernels by the error budget, and in operators and graphs.
 
 The oracle evaluates every sequence alone, so whatever crosses a boundary shows. Tiles of the interpreter are 32 × 32
 and blocks of the decay prefix 128 tokens: the lengths here are multiples of neither, and some are longer than both.
@@ -12,34 +12,30 @@ import pytest
 import torch
 from compiling import COMPILER
 from hypothesis import strategies as st
-from judged_calls import (
-    assert_a_leading_sink_keeps_its_bits,
-    assert_a_sink_of_little_weight_is_within_the_budget,
-    assert_a_sink_of_minus_infinity_is_none,
-    assert_a_sink_rounds_once,
-)
+from judged_calls import SINK_CHECKS, captured, leading_sink_keeps_its_bits
 from torch.autograd import gradcheck
 
 from decayattn import decay_attention, decay_attention_varlen, validation
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
 ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
 INF = math.inf
+F16, F32, F64 = torch.float16, torch.float32, torch.float64
 
 
 def make(
-    device, rows, keys, decay="scalar", *, batch=1, heads=2, kv_heads=1, dtype=torch.float32, row_scale=False,
-    sink=False,
+    rows, keys, decay="scalar", *, batch=1, heads=2, kv_heads=1, dtype=F32, row_scale=False, sink=False,
 ) -> dict:
     """Arguments of verify_attention, D = 16 and D_v = 8; "resets" are frequent and of every head its own."""
-    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
-    new = dict(device=device, dtype=accumulator)
+    accumulator = F64 if dtype == F64 else F32
+    new = dict(device=DEVICE, dtype=accumulator)
     gate = -0.5 * torch.rand(batch, keys, heads, **new)
     log_decay = {
         "none": None,
         "constant": -torch.rand(heads, **new),
         "scalar": gate,
-        "resets": gate.masked_fill(torch.rand(gate.shape, device=device) < 0.05, -INF),
+        "resets": gate.masked_fill(torch.rand(gate.shape, device=DEVICE) < 0.05, -INF),
         "growth": gate + 0.25,
     }[decay]
     return dict(
@@ -52,20 +48,20 @@ def make(
     )
 
 
-def make_packed(device, rows, keys, *args, **options) -> dict:
+def make_packed(rows, keys, *args, **options) -> dict:
     """The same for verify_attention_varlen."""
-    inputs = make(device, rows, keys, *args, **options)
+    inputs = make(rows, keys, *args, **options)
     return {name: x[0] if isinstance(x, torch.Tensor) and x.ndim > 1 else x for name, x in inputs.items()}
 
 
-def int32(device, *numbers) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
+def int32(*numbers) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
 
-def offsets(device, rows, keys=None) -> dict:
-    """cu_seqlens of sequences with so many rows and keys."""
+def offsets(rows, keys=None) -> dict:
+    """cu_seqlens of sequences with these rows and keys."""
     ends = [[0, *itertools.accumulate(lengths)] for lengths in (rows, rows if keys is None else keys)]
-    return dict(zip(("cu_seqlens_q", "cu_seqlens_k"), (int32(device, *end) for end in ends), strict=True))
+    return dict(zip(("cu_seqlens_q", "cu_seqlens_k"), (int32(*end) for end in ends), strict=True))
 
 
 def verify(inputs: dict, **options) -> None:
@@ -76,72 +72,62 @@ def verify(inputs: dict, **options) -> None:
 # The error budget
 
 
-@pytest.mark.parametrize(("causal", "window", "decay", "rows", "keys"), [
-    (True, (0, 0), "scalar", 70, 70),
-    (True, (5, -1), "none", 33, 140),
-    (True, (31, 9), "constant", 70, 70),
-    (True, (32, -1), "resets", 45, 150),
-    (True, (64, -1), "growth", 150, 100),
-    (False, (0, 0), "constant", 40, 70),
-    (False, (-1, 3), "scalar", 70, 135),
-    (False, (3, -1), "none", 100, 70),
-    (False, (40, 33), "resets", 70, 140),
-    (False, (7, 64), "growth", 66, 66),
-    (False, (-1, 0), "constant", 70, 33),
-    (False, (1, 200), "scalar", 1, 150),
-])
-def test_windows(causal, window, decay, rows, keys, device):
-    verify(make(device, rows, keys, decay), causal=causal, window_size=window)
+WINDOWS = [
+    (True, (0, 0), "scalar", 70, 70), (True, (5, -1), "none", 33, 140), (True, (31, 9), "constant", 70, 70),
+    (True, (32, -1), "resets", 45, 150), (True, (64, -1), "growth", 150, 100), (False, (0, 0), "constant", 40, 70),
+    (False, (-1, 3), "scalar", 70, 135), (False, (3, -1), "none", 100, 70), (False, (40, 33), "resets", 70, 140),
+    (False, (7, 64), "growth", 66, 66), (False, (-1, 0), "constant", 70, 33), (False, (1, 200), "scalar", 1, 150),
+]
 
 
-@pytest.mark.parametrize(("dtype", "causal"), [(torch.float16, True), (torch.float64, False)])
-def test_windows_of_other_dtypes_and_groups(causal, dtype, device):
-    inputs = make(device, 40, 75, "resets", heads=6, kv_heads=2, dtype=dtype, row_scale=True)
+@pytest.mark.parametrize(("causal", "window", "decay", "rows", "keys"), WINDOWS)
+def test_windows(causal, window, decay, rows, keys):
+    verify(make(rows, keys, decay), causal=causal, window_size=window)
+
+
+@pytest.mark.parametrize(("dtype", "causal"), [(F16, True), (F64, False)])
+def test_windows_of_other_dtypes_and_groups(causal, dtype):
+    inputs = make(40, 75, "resets", heads=6, kv_heads=2, dtype=dtype, row_scale=True)
     verify(inputs, causal=causal, window_size=(20, 10))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(("decay", "causal"), [("none", False), ("constant", True), ("scalar", True)])
-def test_sinks(decay, causal, dtype, device):
+@pytest.mark.parametrize(("decay", "causal", "dtype"), [
+    ("none", False, F16), ("constant", True, F32), ("scalar", True, F16), ("scalar", True, F32),
+])
+def test_sinks(decay, causal, dtype):
     """From one that hardly counts to one that takes almost everything; some rows see nothing else."""
-    inputs = make(device, 50, 45, decay, heads=4, kv_heads=2, dtype=dtype)
-    inputs["sink"] = torch.tensor([-20.0, 0.0, 3.0, 12.0], device=device)
+    inputs = make(50, 45, decay, heads=4, kv_heads=2, dtype=dtype)
+    inputs["sink"] = torch.tensor([-20.0, 0.0, 3.0, 12.0], device=DEVICE)
     verify(inputs, causal=causal, window_size=(40, 2))
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("decay", ["constant", "scalar"])
-def test_a_sink_costs_no_accuracy(decay, seed, device):
+def test_a_sink_costs_no_accuracy(decay, seed):
     """The gradient of a strong decay is a small difference of row terms: they have to be of the output that is
     returned, rounded once."""
     torch.manual_seed(seed)
-    new = dict(device=device, dtype=torch.float16)
+    new = dict(device=DEVICE, dtype=F16)
     q, k, v = torch.randn(1, 53, 4, 64, **new), torch.randn(1, 53, 1, 64, **new), torch.randn(1, 53, 1, 112, **new)
-    log_decay = -3 - torch.rand((4,) if decay == "constant" else (1, 53, 4), device=device)
-    comparisons = verify_attention(q, k, v, log_decay, sink=torch.randn(4, device=device), backend="triton")
+    log_decay = -3 - torch.rand((4,) if decay == "constant" else (1, 53, 4), device=DEVICE)
+    comparisons = verify_attention(q, k, v, log_decay, sink=torch.randn(4, device=DEVICE), backend="triton")
     assert_within_budget(comparisons)
     gradient = next(c for c in comparisons if c.name == "dlog_decay")
     assert gradient.error < 0.5 * gradient.budget
 
 
-def test_a_sink_leaves_one_rounding(device):
-    assert_a_sink_rounds_once("triton", torch.float16, device)
-
-
-@pytest.mark.parametrize(("dtype", "causal"), [(torch.float16, True), (torch.float16, False), (torch.float32, True)])
-def test_a_leading_sink_keeps_its_bits(dtype, causal, device):
-    assert_a_leading_sink_keeps_its_bits("triton", dtype, device, causal)
-
-
-def test_a_sink_of_little_weight(device):
-    assert_a_sink_of_little_weight_is_within_the_budget("triton", torch.float16, device)
+@pytest.mark.parametrize("check", [
+    *SINK_CHECKS, lambda backend, dtype, device: leading_sink_keeps_its_bits(backend, F32, device),
+], ids=range(len(SINK_CHECKS) + 1))
+def test_sinks_are_exact(check):
+    check("triton", F16, DEVICE)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_infinite_sink_has_no_gradient_outside_sequences(backend, device):
-    q, k, v = torch.randn(3, 5, 2, 16, device=device)
-    sink = torch.tensor([-torch.inf, 1.0], device=device, requires_grad=True)
-    ends = torch.tensor([0, 3], device=device)
+def test_infinite_sink_has_no_gradient_outside_sequences(backend):
+    q, k, v = torch.randn(3, 5, 2, 16, device=DEVICE)
+    sink = torch.tensor([-torch.inf, 1.0], device=DEVICE, requires_grad=True)
+    ends = torch.tensor([0, 3], device=DEVICE)
     _, lse = decay_attention_varlen(
         q, k, v, sink=sink, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=3, max_seqlen_k=3, return_lse=True,
         backend=backend,
@@ -150,34 +136,30 @@ def test_infinite_sink_has_no_gradient_outside_sequences(backend, device):
     assert found.tolist() == [0, 2]
 
 
-def test_a_sink_of_minus_infinity_is_none(device):
-    assert_a_sink_of_minus_infinity_is_none("triton", torch.float16, device)
-
-
 @pytest.mark.parametrize(("decay", "causal"), [
     ("none", False), ("constant", True), ("scalar", True), ("scalar", False), ("resets", True),
 ])
-def test_padding(decay, causal, device):
+def test_padding(decay, causal):
     """On the right, on the left, on both sides, and nothing but padding."""
-    inputs = make(device, 40, 140, decay, batch=4, row_scale=True, sink=True)
+    inputs = make(40, 140, decay, batch=4, row_scale=True, sink=True)
     inputs |= dict(
-        seqused_q=int32(device, 33, 40, 38, 12), seqused_k=int32(device, 131, 140, 70, 5),
-        leftpad_q=int32(device, 0, 25, 3, 0), leftpad_k=int32(device, 0, 70, 3, 5),
+        seqused_q=int32(33, 40, 38, 12), seqused_k=int32(131, 140, 70, 5),
+        leftpad_q=int32(0, 25, 3, 0), leftpad_k=int32(0, 70, 3, 5),
     )
     verify(inputs, causal=causal, window_size=(70, 20) if causal else None)
 
 
 @pytest.mark.parametrize(("given", "causal"), [
-    ({"seqused_k": (7, 0, 200)}, True),  # a key cache, in use up to here; numbers outside of the axis are its ends
+    ({"seqused_k": (7, 0, 200)}, True),  # a key cache, in use up to here; values outside of the axis are its ends
     ({"leftpad_k": (3, 40, -2)}, True),
     ({"leftpad_q": (3, 40, -2)}, False),
     ({"leftpad_q": (3, 33, 0), "leftpad_k": (3, 33, 0)}, True),
     ({"seqused_q": (0, 11, 40), "seqused_k": (0, 11, 40)}, True),
     ({"seqused_q": (30, 9, 1), "seqused_k": (5, 40, 1)}, False),  # rows before the first key see nothing
 ])
-def test_each_length_alone(given, causal, device):
-    inputs = make(device, 40, 40, batch=3, dtype=torch.float16)
-    verify(inputs | {name: int32(device, *numbers) for name, numbers in given.items()}, causal=causal)
+def test_each_length_alone(given, causal):
+    inputs = make(40, 40, batch=3, dtype=F16)
+    verify(inputs | {name: int32(*numbers) for name, numbers in given.items()}, causal=causal)
 
 
 PACKINGS = [
@@ -186,90 +168,66 @@ PACKINGS = [
     ([20, 0, 7, 30, 1, 0], [5, 4, 0, 33, 129, 0]),
     ([1] * 6, [1, 0, 2, 40, 5, 6]),
     ([40], [140]),
+    # more than one search compares: empty ones, ones of a few tokens, and three that have several blocks
+    ([130, *(n % 3 for n in range(67)), 0, 0, 260, *(n % 2 for n in range(68)), 129],
+     [133, *(n % 4 for n in range(67)), 3, 0, 260, *(1 - n % 2 for n in range(68)), 140]),
 ]
 
 
 @pytest.mark.parametrize(("rows", "keys", "decay", "causal"), [
-    *((*lengths, *mode) for lengths in PACKINGS for mode in (("resets", True), ("scalar", False))),
-    (*PACKINGS[0], "none", True), (*PACKINGS[4], "constant", False),
-])
-def test_packings(rows, keys, decay, causal, device):
+    *((*lengths, *mode) for lengths in PACKINGS[:-1] for mode in (("resets", True), ("scalar", False))),
+    (*PACKINGS[0], "none", True), (*PACKINGS[4], "constant", False), (*PACKINGS[5], "resets", True),
+], ids=str)
+def test_packings(rows, keys, decay, causal):
     """Sequences without rows or keys, of different numbers of both, and five tokens past the last one."""
-    inputs = make_packed(device, sum(rows) + 5, sum(keys or rows) + 5, decay)
-    verify(inputs | offsets(device, rows, keys), causal=causal)
+    inputs = make_packed(sum(rows) + 5, sum(keys or rows) + 5, decay)
+    verify(inputs | offsets(rows, keys), causal=causal)
 
 
-@pytest.mark.parametrize(("dtype", "causal"), [(torch.float16, True), (torch.float64, False)])
-def test_packings_with_everything(dtype, causal, device):
-    inputs = make_packed(device, 70, 120, "resets", heads=4, kv_heads=2, dtype=dtype, row_scale=True, sink=True)
-    inputs |= dict(cu_seqlens_q=int32(device, 2, 22, 22, 67, 68), cu_seqlens_k=int32(device, 3, 36, 40, 80, 114))
+@pytest.mark.parametrize(("dtype", "causal"), [(F16, True), (F64, False)])
+def test_packings_with_everything(dtype, causal):
+    inputs = make_packed(70, 120, "resets", heads=4, kv_heads=2, dtype=dtype, row_scale=True, sink=True)
+    inputs |= dict(cu_seqlens_q=int32(2, 22, 22, 67, 68), cu_seqlens_k=int32(3, 36, 40, 80, 114))
     verify(inputs, causal=causal, window_size=(25, 6))
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0] * 5, [0, 0, 37, 0, 0], [37]], ids=str)
 @pytest.mark.parametrize("decay", ["constant", "resets"])
-def test_few_sequences(lengths, decay, device):
+def test_few_sequences(lengths, decay):
     """None, one, and empty ones on all sides; with tokens before and after them, which belong to none."""
-    inputs = make_packed(device, sum(lengths) + 9, sum(lengths) + 9, decay) | offsets(device, lengths)
+    inputs = make_packed(sum(lengths) + 9, sum(lengths) + 9, decay) | offsets(lengths)
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         inputs[name] += 4
     verify(inputs, max_seqlen_q=40, max_seqlen_k=40)
 
 
-def test_more_sequences_than_one_search_compares(device):
-    """140 of them: empty ones, ones of a few tokens, and three that have several blocks, first, last and between.
-
-    In float64, where the reference is as exact as the oracle.
-    """
-    rows = [130, *(n % 3 for n in range(67)), 0, 0, 260, *(n % 2 for n in range(68)), 129]
-    keys = [133, *(n % 4 for n in range(67)), 3, 0, 260, *(1 - n % 2 for n in range(68)), 140]
-    inputs = make_packed(device, sum(rows) + 3, sum(keys) + 3, heads=1, dtype=torch.float64)
-    leaves = {name: inputs[name].requires_grad_() for name in ("q", "k", "v", "log_decay")}
-    d_out, results = torch.randn(sum(rows) + 3, 1, 8, dtype=torch.float64, device=device), []
-    for backend in ("triton", "reference"):
-        out, lse = decay_attention_varlen(
-            **leaves, **offsets(device, rows, keys), max_seqlen_q=260, max_seqlen_k=260, return_lse=True,
-            backend=backend,
-        )
-        results.append([out, lse, *torch.autograd.grad(out, list(leaves.values()), d_out)])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-
-
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_graph_replays_with_other_offsets(dtype, device):
-    """More blocks, fewer of them, and tokens that belong to no sequence: all is found anew on the device."""
-    inputs = make_packed(device, 400, 400, "resets", dtype=torch.float16)
+def test_graph_replays_with_other_offsets(dtype):
+    """More blocks, fewer of them, and tokens that belong to no sequence: the device finds all of it again."""
+    inputs = make_packed(400, 400, "resets", dtype=F16)
     names = ("q", "k", "v", "log_decay")
     leaves = [inputs[name].requires_grad_() for name in names]
-    cu = int32(device, 0, 400, 400, 400).to(dtype)
+    cu = int32(0, 400, 400, 400).to(dtype)
     options = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=400, max_seqlen_k=400, backend="triton")
-    d_out = torch.randn(400, 2, 8, device=device, dtype=torch.float16)
+    d_out = torch.randn(400, 2, 8, device=DEVICE, dtype=F16)
 
     def results():
         out = decay_attention_varlen(**inputs, **options)
         return [out, *torch.autograd.grad(out, leaves, d_out)]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        results()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = results()
+    graph, kept = captured(results)
     for numbers in ((0, 129, 258, 400), (3, 3, 200, 301), (0, 0, 0, 0), (0, 128, 256, 400)):
-        cu.copy_(int32(device, *numbers))
+        cu.copy_(int32(*numbers))
         graph.replay()
-        for found, expected in zip(captured, results(), strict=True):
+        for found, expected in zip(kept, results(), strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("longest_q", "longest_k"), [(200, 200), (40, 31)])
-def test_bounds_of_the_lengths(longest_q, longest_k, device):
+def test_bounds_of_the_lengths(longest_q, longest_k):
     """One that nothing reaches changes nothing; of longer sequences no token beyond it is computed."""
-    inputs = make_packed(device, 70, 70) | offsets(device, [20, 45, 5], [30, 33, 7])
+    inputs = make_packed(70, 70) | offsets([20, 45, 5], [30, 33, 7])
     verify(inputs, max_seqlen_q=longest_q, max_seqlen_k=longest_k)
 
 
@@ -295,84 +253,73 @@ def packings(draw):
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
 )
 @hypothesis.given(case=packings())
-def test_any_packing(case, device):
-    lengths = {name: x + case["before"] for name, x in offsets(device, case["rows"], case["keys"]).items()}
+def test_random_packings(case):
+    lengths = {name: x + case["before"] for name, x in offsets(case["rows"], case["keys"]).items()}
     rows, keys = (int(x[-1]) + case["after"] for x in lengths.values())
-    inputs = make_packed(device, rows, keys, case["decay"], sink=case["sink"])
+    inputs = make_packed(rows, keys, case["decay"], sink=case["sink"])
     verify(inputs | lengths, causal=case["causal"], window_size=case["window"])
 
 
 @pytest.mark.parametrize(("shape", "causal"), [
     ((2, 2, 40, 70), True), ((2, 40, 70), False), ((2, 1, 1, 70), True), ((1, 40, 1), False), ((), True),
 ])
-def test_biases(shape, causal, device):
-    inputs = make(device, 40, 70, batch=2) | dict(bias=torch.randn(shape, device=device))
+def test_biases(shape, causal):
+    inputs = make(40, 70, batch=2) | dict(bias=torch.randn(shape, device=DEVICE))
     if shape:
         inputs["bias"].flatten()[:3] = -INF  # hides
     verify(inputs, causal=causal)
+    if not causal:
+        verify(inputs | dict(bias=inputs["bias"] < 0.3), causal=causal)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_biases_of_other_dtypes(dtype, device):
-    inputs = make(device, 40, 70, "constant", dtype=dtype, sink=True)
-    verify(inputs | dict(bias=torch.randn(40, 70, device=device, dtype=dtype)), window_size=(30, -1))
+@pytest.mark.parametrize("dtype", [F16, F64])
+def test_biases_of_other_dtypes(dtype):
+    inputs = make(40, 70, "constant", dtype=dtype, sink=True)
+    verify(inputs | dict(bias=torch.randn(40, 70, device=DEVICE, dtype=dtype)), window_size=(30, -1))
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 40, 70), (2, 1, 1, 70), (40, 1)])
-def test_masks(shape, device):
-    inputs = make(device, 40, 70, "resets", batch=2) | dict(bias=torch.rand(shape, device=device) < 0.6)
-    verify(inputs, causal=False)
-
-
-def test_a_bias_in_padded_sequences(device):
-    inputs = make(device, 40, 70, batch=2) | dict(bias=torch.randn(2, 1, 40, 70, device=device))
-    inputs |= dict(seqused_q=int32(device, 20, 40), seqused_k=int32(device, 50, 66))
-    inputs |= dict(leftpad_q=int32(device, 3, 0), leftpad_k=int32(device, 9, 0))
+def test_biases_in_padded_sequences():
+    inputs = make(40, 70, batch=2) | dict(bias=torch.randn(2, 1, 40, 70, device=DEVICE))
+    inputs |= dict(seqused_q=int32(20, 40), seqused_k=int32(50, 66))
+    inputs |= dict(leftpad_q=int32(3, 0), leftpad_k=int32(9, 0))
     verify(inputs)
     bias = inputs["bias"].requires_grad_()
     out = decay_attention(**inputs, backend="triton")
     (gradient,) = torch.autograd.grad(out, bias, torch.randn_like(out))
-    inside = torch.zeros(2, 1, 40, 70, dtype=torch.bool, device=device)
+    inside = torch.zeros(2, 1, 40, 70, dtype=torch.bool, device=DEVICE)
     inside[0, :, 3:20, 9:50], inside[1, :, :, :66] = True, True
     assert (gradient[~inside] == 0).all()
     assert (gradient[inside] != 0).any()
 
 
-# What does not matter
+# Unused memory and neighbours
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_what_unused_tokens_hold(causal, device):
+def test_unused_tokens_reach_nothing(causal):
     """NaN in them, and in the log-decay of every sequence's first token, reaches nothing."""
-    packed = make_packed(device, 70, 75, row_scale=True, sink=True)
-    packed |= dict(cu_seqlens_q=int32(device, 3, 40, 60), cu_seqlens_k=int32(device, 2, 36, 72))
-    for name in ("q", "scale"):
-        packed[name][:3] = packed[name][60:] = math.nan
-    for name in ("k", "v", "log_decay"):
-        packed[name][:2] = packed[name][72:] = math.nan
-    packed["log_decay"][[2, 36]] = math.nan
-    verify(packed, causal=causal)
-
-    padded = make(device, 40, 75, row_scale=True)
-    padded |= dict(seqused_q=int32(device, 33), seqused_k=int32(device, 70))
-    padded |= dict(leftpad_q=int32(device, 2), leftpad_k=int32(device, 5))
-    for name in ("q", "scale"):
-        padded[name][:, :2] = padded[name][:, 33:] = math.nan
-    for name in ("k", "v", "log_decay"):
-        padded[name][:, :5] = padded[name][:, 70:] = math.nan
-    padded["log_decay"][:, 5] = math.nan
-    verify(padded, causal=causal)
+    packed = make_packed(70, 75, row_scale=True, sink=True)
+    packed |= dict(cu_seqlens_q=int32(3, 40, 60), cu_seqlens_k=int32(2, 36, 72))
+    padded = make(40, 75, row_scale=True)
+    padded |= dict(seqused_q=int32(33), seqused_k=int32(70), leftpad_q=int32(2), leftpad_k=int32(5))
+    for inputs, axis, rows, keys, first in ((packed, 0, (3, 60), (2, 72), [2, 36]), (padded, 1, (2, 33), (5, 70), [5])):
+        for name in ("q", "scale", "k", "v", "log_decay"):
+            begin, end = rows if name in ("q", "scale") else keys
+            tokens = inputs[name].transpose(0, axis)
+            tokens[:begin] = tokens[end:] = math.nan
+        inputs["log_decay"].transpose(0, axis)[first] = math.nan
+        verify(inputs, causal=causal)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # of the interpreter
 @pytest.mark.parametrize("dim", [16, 64, 128] if ON_GPU else [16])
-def test_a_sequence_of_nan_leaves_its_neighbours_alone(dim, device):
-    """Bitwise, in float16, whose tiles may be read beyond the end of a sequence; out, lse and all gradients."""
+def test_nan_stays_in_its_sequence(dim):
+    """Bitwise, in float16, for out, lse and all gradients. Tiles may be read beyond the end of a sequence."""
     lengths = [300, 140, 517, 33] if ON_GPU else [40, 33, 70, 5]
     total = sum(lengths)
-    q, k, v, d_out = (torch.randn(total, 2, dim, device=device, dtype=torch.float16) for _ in range(4))
-    inputs = dict(q=q, k=k, v=v, log_decay=-0.5 * torch.rand(total, 2, device=device))
-    options = offsets(device, lengths) | dict(max_seqlen_q=max(lengths), max_seqlen_k=max(lengths), return_lse=True)
+    q, k, v, d_out = (torch.randn(total, 2, dim, device=DEVICE, dtype=F16) for _ in range(4))
+    inputs = dict(q=q, k=k, v=v, log_decay=-0.5 * torch.rand(total, 2, device=DEVICE))
+    options = offsets(lengths) | dict(max_seqlen_q=max(lengths), max_seqlen_k=max(lengths), return_lse=True)
 
     def results(tensors):
         leaves = [x.detach().clone().requires_grad_() for x in tensors.values()]
@@ -385,7 +332,7 @@ def test_a_sequence_of_nan_leaves_its_neighbours_alone(dim, device):
         tensors = {name: x.clone() for name, x in inputs.items()}
         for x in tensors.values():
             x[own] = math.nan
-        others = torch.ones(total, dtype=torch.bool, device=device)
+        others = torch.ones(total, dtype=torch.bool, device=DEVICE)
         others[own] = False
         found = results(tensors)
         for a, b in zip(found, expected, strict=True):
@@ -394,9 +341,9 @@ def test_a_sequence_of_nan_leaves_its_neighbours_alone(dim, device):
 
 
 @pytest.mark.parametrize("incoming", [INF, math.nan])
-def test_rows_that_see_nothing(incoming, device):
+def test_rows_that_see_nothing(incoming):
     """A window that ends before the first key; the gradient of their lse is anything."""
-    inputs = make_packed(device, 60, 40, row_scale=True) | offsets(device, [20, 40], [20, 10])
+    inputs = make_packed(60, 40, row_scale=True) | offsets([20, 40], [20, 10])
     leaves = [inputs[name].requires_grad_() for name in ("q", "k", "v", "log_decay", "scale")]
     out, lse = decay_attention_varlen(
         **inputs, max_seqlen_q=40, max_seqlen_k=20, return_lse=True, backend="triton"
@@ -411,15 +358,15 @@ def test_rows_that_see_nothing(incoming, device):
 
 
 @pytest.mark.parametrize("decay", ["constant", "scalar"])
-def test_a_sequence_is_the_same_in_any_company(decay, device):
-    """Bitwise: nothing of a sequence depends on where it lies or on what lies beside it."""
-    inputs = make_packed(device, 120, 120, decay, row_scale=True)
+def test_sequences_do_not_depend_on_their_neighbours(decay):
+    """Bitwise: nothing of a sequence depends on its place or on its neighbours."""
+    inputs = make_packed(120, 120, decay, row_scale=True)
     names = ("q", "k", "v", "scale") + (("log_decay",) if decay == "scalar" else ())
 
     def results(tensors, lengths, own):
         leaves = {name: tensors[name].detach().clone().requires_grad_() for name in names}
         out, lse = decay_attention_varlen(
-            **tensors | leaves, **offsets(device, lengths), max_seqlen_q=75, max_seqlen_k=75, return_lse=True,
+            **tensors | leaves, **offsets(lengths), max_seqlen_q=75, max_seqlen_k=75, return_lse=True,
             backend="triton",
         )
         loss = out[own].square().sum() + lse[:, own].sum()
@@ -432,14 +379,14 @@ def test_a_sequence_is_the_same_in_any_company(decay, device):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_offsets_that_decrease_or_leave_the_axis(device, monkeypatch):
-    """Against the contract; what is computed then is within the tensors, and what offsets that keep to it give."""
+def test_offsets_that_decrease_or_leave_the_axis(monkeypatch):
+    """Against the contract. The results are in the tensors, and equal those of the clamped offsets."""
     monkeypatch.setattr(validation, "refuse_unless", lambda *_: None)  # a GPU has no such check
-    inputs = make_packed(device, 300, 300, "resets")
+    inputs = make_packed(300, 300, "resets")
     given, kept = [-5, 290, 0, 280, 20, 299, 7, 400], [0, 290, 290, 290, 290, 299, 299, 300]
     found = []
     for numbers in (given, kept):
-        cu = int32(device, *numbers)
+        cu = int32(*numbers)
         leaves = {name: inputs[name].detach().requires_grad_() for name in ("q", "k", "v", "log_decay")}
         out = decay_attention_varlen(
             **leaves, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=300, max_seqlen_k=300, backend="triton"
@@ -448,10 +395,10 @@ def test_offsets_that_decrease_or_leave_the_axis(device, monkeypatch):
     assert all(map(torch.equal, *found))
 
 
-def test_offsets_changed_in_place(device):
+def test_offsets_changed_in_place():
     """The call reads the offsets; its backward uses the values of that time."""
-    inputs = make_packed(device, 50, 50)
-    cu = int32(device, 0, 20, 50)
+    inputs = make_packed(50, 50)
+    cu = int32(0, 20, 50)
     options = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=50, max_seqlen_k=50, backend="triton")
     found = []
     for middle, changed in ((20, None), (33, None), (20, 1)):
@@ -469,16 +416,16 @@ def test_offsets_changed_in_place(device):
 
 
 @pytest.mark.parametrize(("packed", "causal"), [(True, True), (False, False)])
-def test_gradcheck(packed, causal, device):
+def test_gradcheck(packed, causal):
     """A window and a sink, packed; with a bias, padded on both sides. Out and lse, with respect to every leaf."""
-    inputs = make(device, 36, 36, "growth", heads=1, dtype=torch.float64, row_scale=True, sink=True)
+    inputs = make(36, 36, "growth", heads=1, dtype=F64, row_scale=True, sink=True)
     if not packed:
-        inputs["bias"] = torch.randn(1, 36, 36, dtype=torch.float64, device=device)
+        inputs["bias"] = torch.randn(1, 36, 36, dtype=F64, device=DEVICE)
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
     lengths = (
-        offsets(device, [3, 33], [10, 25]) | dict(max_seqlen_q=33, max_seqlen_k=25)
+        offsets([3, 33], [10, 25]) | dict(max_seqlen_q=33, max_seqlen_k=25)
         if packed
-        else dict(seqused_q=int32(device, 35), seqused_k=int32(device, 34), leftpad_k=int32(device, 1))
+        else dict(seqused_q=int32(35), seqused_k=int32(34), leftpad_k=int32(1))
     )
 
     def outputs(*values):
@@ -494,10 +441,10 @@ def test_gradcheck(packed, causal, device):
     assert gradcheck(outputs, values, eps=1e-6, atol=1e-7, rtol=1e-5, check_undefined_grad=False, fast_mode=True)
 
 
-# What PyTorch wraps around a call
+# PyTorch
 
 
-# every token is in a sequence, because opcheck compares what the operators save, and of other tokens that is nothing
+# every token is in a sequence, because opcheck compares the saved tensors, and for other tokens nothing is saved
 PLACES = {"padded": [[0, 12, 0, 20], [0, 20, 0, 20]], "packed": [[0, 9, 0, 8], [9, 0, 8, 3], [9, 10, 11, 9]]}
 
 
@@ -505,12 +452,12 @@ PLACES = {"padded": [[0, 12, 0, 20], [0, 20, 0, 20]], "packed": [[0, 9, 0, 8], [
     ("packed", "scalar"),
     *(pytest.param(layout, "constant", marks=[] if ON_GPU else pytest.mark.slow) for layout in ("padded", "packed")),
 ])
-def test_opcheck(layout, decay, device):
-    inputs = make(device, 20, 20, decay, batch=2 if layout == "padded" else 1, row_scale=True)
-    bias = torch.randn(20, 20, device=device) if layout == "padded" else None
+def test_opcheck(layout, decay):
+    inputs = make(20, 20, decay, batch=2 if layout == "padded" else 1, row_scale=True)
+    bias = torch.randn(20, 20, device=DEVICE) if layout == "padded" else None
     values = dict(
         **{name: inputs[name].requires_grad_() for name in ("q", "k", "v", "log_decay")}, row_scale=inputs["scale"],
-        bounds=int32(device, *PLACES[layout]), bias=bias, sink=torch.randn(2, device=device, requires_grad=True),
+        bounds=int32(*PLACES[layout]), bias=bias, sink=torch.randn(2, device=DEVICE, requires_grad=True),
         scale=1.0, causal=True, window=[6, -1],
         longest=[10, 9] if layout == "packed" else None, skip_tolerance=0.5, backend="triton", with_lse=True,
     )
@@ -526,7 +473,7 @@ def test_opcheck(layout, decay, device):
 
 
 @pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "triton"])
-def test_compile_is_one_graph(backend, device):
+def test_compile_is_one_graph(backend):
     def attend(q, k, v, log_decay, sink, cu):
         return decay_attention_varlen(
             q, k, v, log_decay, sink=sink, window_size=(9, -1), cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=25,
@@ -541,8 +488,8 @@ def test_compile_is_one_graph(backend, device):
 
     torch.compiler.reset()
     compiled = torch.compile(attend, fullgraph=True, backend=COMPILER)
-    inputs = make_packed(device, 40, 40, sink=True)
+    inputs = make_packed(40, 40, sink=True)
     tensors = [inputs[name] for name in ("q", "k", "v", "log_decay", "sink")]
-    for cu in (int32(device, 0, 11, 11, 36), int32(device, 0, 25, 30, 40)):
+    for cu in (int32(0, 11, 11, 36), int32(0, 25, 30, 40)):
         for found, expected in zip(results(compiled, cu), results(attend, cu), strict=True):
             torch.testing.assert_close(found, expected)

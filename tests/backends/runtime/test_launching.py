@@ -1,4 +1,4 @@
-"""Launches: what is remembered of them, and that it is what Triton would have chosen and passed."""
+"""Launches: remembered ones equal Triton's own choice and arguments."""
 
 import gc
 import random
@@ -132,32 +132,25 @@ def test_second_launch_asks_nothing(log, kernel):
 
 
 @pytest.mark.parametrize(
-    ("length", "other"),
-    [(7, 9), (16, 48), (2**31 - 1, 3), (2**40 + 1, 2**41 + 1), ((5, 32), (11, 64)), ((0.5, None), (2.5, None))],
-    ids=str,
-)
-def test_other_lengths_of_the_same_kinds_ask_nothing(length, other, log, kernel_of_anything):
-    x = torch.zeros(2, 8)
-    for now in (length, other):
-        launching.of_call(GPU, (x,), "a length", now)(kernel_of_anything, 3, x, now)
-    assert [entry[0] for entry in log] == ["asked", "launched", "launched"]
-    assert log[-1] == ("launched", 3, (x, other))
-
-
-@pytest.mark.parametrize(
-    ("length", "other"),
+    ("length", "other", "asked"),
     [
-        (7, 1), (7, 16), (7, 2**31), (2**31 + 1, 2**63 + 1), (7, 7.0), (7, None), ((5, 32), (5, 33)),
-        ((5, None), (None, 5)), ((5,), (5, 5)), (Strided(None, (5,)), (None, (5,))), ((True,), (False,)),
-        ((torch.zeros(1),), (torch.ones(1).int(),)),
+        *((*pair, 1) for pair in [
+            (7, 9), (16, 48), (2**31 - 1, 3), (2**40 + 1, 2**41 + 1), ((5, 32), (11, 64)), ((0.5, None), (2.5, None)),
+        ]),
+        *((*pair, 2) for pair in [
+            (7, 1), (7, 16), (7, 2**31), (2**31 + 1, 2**63 + 1), (7, 7.0), (7, None), ((5, 32), (5, 33)),
+            ((5, None), (None, 5)), ((5,), (5, 5)), (Strided(None, (5,)), (None, (5,))), ((True,), (False,)),
+            ((torch.zeros(1),), (torch.ones(1).int(),)),
+        ]),
     ],
     ids=str,
 )
-def test_other_kinds_are_asked_anew(length, other, log, kernel_of_anything):
+def test_triton_is_asked_once_per_kind(length, other, asked, log, kernel_of_anything):
     x = torch.zeros(2, 8)
     for now in (length, other):
-        launching.of_call(GPU, (x,), "a kind", str(now))(kernel_of_anything, 1, x, now)
-    assert [entry[0] for entry in log] == ["asked", "launched"] * 2
+        launching.of_call(GPU, (x,), "a length", str(now))(kernel_of_anything, 3, x, now)
+    assert [entry[0] for entry in log] == ["asked", "launched", "launched"] if asked == 1 else ["asked", "launched"] * 2
+    assert asked == 2 or log[-1] == ("launched", 3, (x, other))
 
 
 @pytest.mark.parametrize("changed", [{"block_shape": [1, 32, 1, 16]}, {"padding": "nan"}, {"dtype": torch.float16}])
@@ -170,7 +163,7 @@ def test_kinds_of_descriptors(changed):
     assert descriptor(64, 5) != descriptor(64, 5, **changed)
 
 
-def test_of_unknown_kinds_triton_is_asked(log, kernel_of_anything, monkeypatch):
+def test_triton_is_asked_for_unknown_kinds(log, kernel_of_anything, monkeypatch):
     assert launching.kinds_of((7, (None, "a"))) is None
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert launching.kinds_of((7,)) is None
@@ -180,7 +173,7 @@ def test_of_unknown_kinds_triton_is_asked(log, kernel_of_anything, monkeypatch):
     assert [entry[0] for entry in log] == ["asked", "launched"] * 2
 
 
-def test_kinds_distinguish_what_triton_does():
+def test_kinds_are_as_fine_as_in_triton():
     specialize = getattr(triton.runtime.jit, "native_specialize_impl", None)
     if specialize is None:
         pytest.skip("this Triton has no such function")
@@ -196,7 +189,7 @@ def test_kinds_distinguish_what_triton_does():
     assert len(seen) > 30
 
 
-def test_other_constants_are_asked_anew(log, kernel):
+def test_triton_is_asked_for_other_constants(log, kernel):
     x = torch.zeros(2, 8)
     launch = launching.of_call(GPU, (x,), "other constants")
     for width in (16, 32, 16):
@@ -205,7 +198,7 @@ def test_other_constants_are_asked_anew(log, kernel):
 
 
 def test_cleared_caches_and_freed_kernels(log, kernel):
-    """Since 3.8 Triton unloads a kernel that nobody holds."""
+    """Since 3.8 Triton unloads a kernel without references."""
     x = torch.zeros(2, 8)
     launch = launching.of_call(GPU, (x,), "cleared caches")
     launch(kernel, 1, x, 7, WIDTH=16, MODE="a")
@@ -321,7 +314,7 @@ def test_another_way_to_launch_is_left_to_triton(way, monkeypatch):
     assert "Triton makes all launches" in fallback
 
 
-def test_misaligned_tensors_and_cpus_are_launched_anew():
+def test_misaligned_tensors_and_cpus_are_not_remembered():
     x, misaligned = torch.zeros(8), torch.zeros(17)[1:]
     assert launching.of_call(GPU, (x, misaligned)) is launching.uncached
     assert launching.of_call(torch.device("cpu"), (x,)) is launching.uncached
@@ -331,7 +324,7 @@ def test_misaligned_tensors_and_cpus_are_launched_anew():
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
-def test_hooks_are_told(name):
+def test_launches_with_hooks_are_not_remembered(name):
     chain, hook = getattr(triton.knobs.runtime, name), print
     chain.add(hook)
     try:
@@ -349,23 +342,14 @@ def test_every_device_has_launches_of_its_own():
 
 
 CALLS = {
-    "dense": {},
-    "one token more": {"length": 641},
-    "one head": {"heads": 1, "kv_heads": 1},
-    "groups": {"kv_heads": 1},
-    "constant": {"decay": "constant"},
-    "none": {"decay": None},
-    "not planned": {"length": 200},
-    "window": {"window_size": (130, 0)},
-    "not causal": {"causal": False, "length": 300},
-    "packed": {"packed": [0, 5, 5, 600, 640]},
-    "packed, three tokens more": {"packed": [0, 5, 5, 600, 643], "length": 643},
-    "packed, five tokens more": {"packed": [0, 5, 5, 600, 645], "length": 645},
-    "float16 of 96": {"dtype": torch.float16, "dim": 96},
-    "strided": {"strided": True},
-    "row scale": {"row_scale": True},
-    "bias": {"bias": True, "length": 130},
-    "lse": {"lse": True},
+    "dense": {}, "one token more": dict(length=641), "one head": dict(heads=1, kv_heads=1), "groups": dict(kv_heads=1),
+    "constant": dict(decay="constant"), "none": dict(decay=None), "not planned": dict(length=200),
+    "window": dict(window_size=(130, 0)), "not causal": dict(causal=False, length=300),
+    "packed": dict(packed=[0, 5, 5, 600, 640]),
+    "packed, three tokens more": dict(packed=[0, 5, 5, 600, 643], length=643),
+    "packed, five tokens more": dict(packed=[0, 5, 5, 600, 645], length=645),
+    "float16 of 96": dict(dtype=torch.float16, dim=96), "strided": dict(strided=True),
+    "row scale": dict(row_scale=True), "bias": dict(bias=True, length=130), "lse": dict(lse=True),
 }
 NOT_HOPPERS = ("not causal", "float16 of 96", "row scale", "bias")
 
@@ -397,12 +381,16 @@ def run(backend, dtype=torch.bfloat16, dim=64, length=640, heads=2, kv_heads=2, 
     torch.autograd.grad(total, inputs)
 
 
+@pytest.fixture(params=["triton", "hopper"])
+def backend(request) -> str:
+    if isinstance(load(request.param), str):
+        pytest.skip(load(request.param))
+    return request.param
+
+
 @gpu
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
 def test_remembered_kernels_are_those_that_triton_chooses(backend, monkeypatch):
     """All calls, twice, one after the other, in one memory of launches: none may find another's kernels."""
-    if isinstance(load(backend), str):
-        pytest.skip(load(backend))
     launches = []
     remembering = launching._remembering
 
@@ -431,10 +419,7 @@ def test_remembered_kernels_are_those_that_triton_chooses(backend, monkeypatch):
 
 
 @gpu
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
 def test_packed_batches_of_other_totals_ask_nothing(backend, monkeypatch):
-    if isinstance(load(backend), str):
-        pytest.skip(load(backend))
     run(backend, packed=[0, 5, 5, 600, 643], length=643)
     first_launch, asked = direct_launch.first_launch, []
 
@@ -449,11 +434,8 @@ def test_packed_batches_of_other_totals_ask_nothing(backend, monkeypatch):
 
 
 @gpu
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
-def test_kernels_that_triton_has_forgotten(backend):
+def test_kernels_outlive_the_caches_of_triton(backend):
     """Since 3.8 it unloads them from the GPU then."""
-    if isinstance(load(backend), str):
-        pytest.skip(load(backend))
     inputs = [x.requires_grad_() for x in torch.randn(3, 1, 640, 2, 64, device="cuda", dtype=torch.bfloat16)]
 
     def results():

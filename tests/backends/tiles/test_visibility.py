@@ -60,7 +60,7 @@ def _visits(
 
 
 def visible_pairs(query_length, key_length, resets, causal, window):
-    """(T_q, T_k): row i sees key j if no reset lies in (min, max] of the two and j is in i's window, causal up to i."""
+    """(T_q, T_k): row i sees key j if no reset is in (min, max] of the two and j is in i's window, causal up to i."""
     i, j = torch.arange(query_length)[:, None] + key_length - query_length, torch.arange(key_length)
     visible = (j <= i) if causal else torch.ones_like(j <= i)
     left, right = window
@@ -81,11 +81,11 @@ def segments(key_length, resets, device):
 
 
 def check_visits(inside, ranges, edges, rows, block):
-    """inside (lines, columns) says what is visible; one program had `rows` lines, tiles are `block` columns."""
+    """inside (lines, columns) is the visible part; one program had `rows` lines, tiles are `block` columns."""
     for lines, (begin, full_begin, full_end, end), edge in zip(inside.split(rows), ranges, edges, strict=True):
         assert begin <= full_begin <= full_end <= end
         edge = edge[edge >= 0].tolist()
-        # every visited tile once: as whole or as edge
+        # every visited tile once: as full or as partial
         assert sorted(edge + list(range(full_begin, full_end))) == list(range(begin, end))
         seen = lines.any(0).nonzero().flatten() // block
         assert set(seen.tolist()) <= set(range(begin, end))
@@ -113,32 +113,22 @@ def check(query_length, key_length, resets, causal, rows, block, device, window=
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    ("query_length", "key_length"), [(1, 1), (32, 32), (33, 33), (31, 33), (33, 31), (1, 40), (40, 1), (40, 7)]
-)
-def test_without_resets(query_length, key_length, causal, device):
-    check(query_length, key_length, [], causal, 8, 16, device)
-    check(query_length, key_length, [], causal, 16, 8, device)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("resets", [[1], [15, 16], [8, 31, 32], [39], list(range(1, 40))], ids=str)
-def test_resets(resets, causal, device):
-    check(40, 40, resets, causal, 8, 16, device)
-    check(9, 40, resets, causal, 8, 8, device)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [(0, 0), (3, None), (None, 3), (7, 9), (16, 0), (100, 100)], ids=str)
-def test_windows(window, causal, device):
-    for query_length, key_length in [(40, 40), (9, 40), (40, 9), (1, 33)]:
-        check(query_length, key_length, [], causal, 8, 16, device, window)
-    check(40, 40, [8, 31], causal, 8, 8, device, window)
+@pytest.mark.parametrize(("lengths", "resets", "window"), [
+    *((lengths, [], (None, None)) for lengths in (
+        (1, 1), (32, 32), (33, 33), (31, 33), (33, 31), (1, 40), (40, 1), (40, 7),
+    )),
+    *(((40, 40), resets, (None, None)) for resets in ([1], [15, 16], [8, 31, 32], [39], list(range(1, 40)))),
+    *((lengths, resets, window) for window in ((0, 0), (3, None), (None, 3), (7, 9), (16, 0), (100, 100))
+      for lengths, resets in (((40, 40), []), ((9, 40), []), ((40, 9), []), ((1, 33), []), ((40, 40), [8, 31]))),
+], ids=str)
+def test_visits_equal_the_definition(lengths, resets, window, causal, device):
+    check(*lengths, resets, causal, 8, 16, device, window)
+    check(9 if resets else lengths[0], lengths[1], resets, causal, 16, 8, device, window)
 
 
 @settings
 @hypothesis.given(data=st.data())
-def test_any_rules(data, device):
+def test_random_rules(data, device):
     causal = data.draw(st.booleans(), "causal")
     key_length = data.draw(st.integers(1, 50), "T_k")
     resets = sorted(data.draw(st.sets(st.integers(1, max(1, key_length - 1)), max_size=5), "resets"))
@@ -153,8 +143,8 @@ def test_any_rules(data, device):
 
 @settings
 @hypothesis.given(intervals=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=4, max_size=4))
-def test_any_intervals(intervals, device):
-    """Whatever the rules are: empty intervals, disjoint ones, ends that decrease."""
+def test_random_intervals(intervals, device):
+    """For any rules: empty intervals, disjoint ones, ends that decrease."""
     firsts, ends = torch.tensor(intervals, dtype=torch.int32, device=device).T.contiguous()
     ranges = torch.full((1, 4), -1, dtype=torch.int32, device=device)
     edges = torch.full((1, 10), -1, dtype=torch.int32, device=device)

@@ -15,7 +15,7 @@ class Type:
         self.name = name
         self.primitive_bitwidth = primitive_bitwidth
         self.numpy = numpy
-        # what shows where memory is read that nobody has written
+        # shows where unwritten memory is read
         self.poison = poison
 
     def __repr__(self) -> str:
@@ -41,7 +41,7 @@ def poisoned(shape: int | tuple[int, ...], dtype: Type) -> np.ndarray:
 
 
 def rounded(data: np.ndarray, dtype: Type) -> np.ndarray:
-    """Numbers as a type has them, to the nearest even."""
+    """Values of a type, rounded to the nearest even."""
     if dtype is float16:
         return data.astype(np.float16).astype(np.float32)
     if data.dtype != dtype.numpy:
@@ -66,7 +66,7 @@ class Array:
     """A tensor, or a scalar: one with no dimensions."""
 
     __slots__ = ("data", "dtype")
-    __array_ufunc__ = None  # numpy's operators leave it to ours
+    __array_ufunc__ = None  # NumPy's operators defer to ours
     __hash__ = None
 
     def __init__(self, data: np.ndarray | float, dtype: Type) -> None:
@@ -75,14 +75,14 @@ class Array:
 
     @classmethod
     def as_is(cls, data: np.ndarray, dtype: Type) -> "Array":
-        """Numbers that the type has already."""
+        """Values that the type has already."""
         array = cls.__new__(cls)
         array.data, array.dtype = data, dtype
         return array
 
     @classmethod
     def of(cls, value: "Array | float", beside: Type | None = None) -> "Array":
-        """A number beside values of a type takes that type, unless it does not fit."""
+        """A number with values of a type takes that type, unless it does not fit."""
         if isinstance(value, Array):
             return value
         if isinstance(value, (bool, np.bool_)):
@@ -123,9 +123,6 @@ class Array:
 
     def __float__(self) -> float:
         return float(self.data)
-
-    def __repr__(self) -> str:
-        return f"Array({self.data}, {self.dtype})"
 
     def __neg__(self) -> "Array":
         return Array(-self.data, self.dtype)
@@ -172,7 +169,7 @@ def _operators() -> None:
     }
 
     def of(function: Callable) -> Callable:
-        # a pointer knows how to be added to
+        # a pointer adds itself
         return lambda a, b: NotImplemented if isinstance(b, Pointer) else function(a, b)
 
     for name, function in binary.items():

@@ -142,7 +142,7 @@ def copy_to_shared(descriptor: Descriptor, at: list[Array | int], barrier: Barri
     tile.buffer.writes(tile.grains, warps, barrier.agent, phase + 1)
 
     def arrive() -> None:
-        assert barrier.phase == phase, "bytes that nobody expected"
+        assert barrier.phase == phase, "unexpected bytes"
         tile.fill(descriptor.read(at))
         barrier.receive(descriptor.nbytes, known)
 

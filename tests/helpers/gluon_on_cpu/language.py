@@ -1,4 +1,4 @@
-"""By which names kernels find values.py and hopper.py: triton.language, Gluon, its modules for Hopper, gluon_compat."""
+"""Names by which kernels find values.py and hopper.py: triton.language, Gluon and its Hopper modules, gluon_compat."""
 
 import functools
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ def _no_layout(*args, **kwargs) -> None:
 
 
 def loop(*bounds: Array | int) -> Iterator[Array]:
-    """range, whose numbers are a kernel's."""
+    """range of a kernel's integers."""
     return (Array(n, arrays.int32) for n in range(*map(int, bounds)))
 
 
 def _exp2(x: np.ndarray) -> np.ndarray:
-    """exp2 as a GPU's instruction computes it: subnormal results are 0."""
+    """exp2 of a GPU's instruction: subnormal results are 0."""
     result = np.exp2(x)
     return np.where(result < np.finfo(np.float32).tiny, result.dtype.type(0), result)
 

@@ -1,9 +1,8 @@
-"""Warps that run one at a time, what they wait for, and what is known to have happened before what.
+"""Warps that run one at a time, their waits, and the known order of events.
 
-A clock counts, for every agent of a program, up to where what it did is known. Agents are groups of warps, and what
-works beside them: their matrix products, their stores by the copy engine, and its loads, one agent per barrier on which
-they arrive. Waiting adds to a clock what others have told. (Vector clocks: Mattern, 1989; for races, Flanagan and
-Freund, FastTrack, 2009.)
+A clock counts the known events of every agent of a program. Agents are groups of warps, and their asynchronous parts:
+their matrix products, their stores by the copy engine, and its loads, one agent per barrier on which they arrive.
+Waiting adds the clocks of others. (Vector clocks: Mattern, 1989; for races, Flanagan and Freund, FastTrack, 2009.)
 """
 
 import random
@@ -14,18 +13,18 @@ import numpy as np
 
 # of a program: four groups of warps with their products and stores, and its barriers
 AGENTS = 96
-# turns after which whoever still asks for something is taken to ask for ever
+# turns after which the programs are taken to run for ever
 _TURNS = 2 * 10**5
-# one of these is drawn for everybody, so that some get far ahead of others
+# one of these is drawn for each, so that some get far ahead of others
 _SPEEDS = (1, 10, 100)
 
 
 class Deadlock(AssertionError):
-    """Nobody can go on."""
+    """No warps can go on."""
 
 
 class Race(AssertionError):
-    """Nothing orders an access behind an earlier one."""
+    """Nothing orders an access after an earlier one."""
 
 
 class _Ended(BaseException):
@@ -33,7 +32,7 @@ class _Ended(BaseException):
 
 
 def _not_yet() -> threading.Lock:
-    """A turn that somebody waits for: a lock that is taken, faster than a semaphore of 0."""
+    """A turn to wait for: a lock that is taken, faster than a semaphore of 0."""
     turn = threading.Lock()
     turn.acquire()
     return turn
@@ -42,8 +41,8 @@ def _not_yet() -> threading.Lock:
 class Warps:
     """A group of warps that run the same code in step: a warpgroup, or a single warp.
 
-    What its warps have done one by one is known to all of them only where they have waited for each other: from then
-    on, one of them that signals tells of all.
+    All of them know the events of each only where they have waited for each other. From then on, a signal of one of
+    them passes on those of all.
     """
 
     def __init__(self, program: "Program", name: str, count: int, run: Callable[[], None]) -> None:
@@ -121,13 +120,13 @@ class Warps:
         self.clock[self.stores] = max(self.clock[self.stores], last)
 
     def fence(self) -> None:
-        """From here on the copy engine, and matrix products, see what was written."""
+        """From here on the copy engine, and matrix products, see earlier writes."""
         self.fences.append(self.now())
         self.tick()
 
 
 class Barrier:
-    """An mbarrier: a phase ends with so many arrivals, and when the bytes that are expected have come."""
+    """An mbarrier: a phase ends after `count` arrivals, and when the expected bytes have come."""
 
     def __init__(self, program: "Program", count: int) -> None:
         self.count = self.missing = count
@@ -167,7 +166,7 @@ class Store:
         self.warps = warps
         self.number = number
         self.write = write
-        # when somebody overwrites the tile before he may know of it, that is found by the clocks
+        # the clocks find warps that overwrite the tile before they may know of it
         self.read = False
 
 
@@ -229,7 +228,7 @@ class Machine:
         try:
             if not turns:
                 waiting = "\n".join(f"{warps.name} waits for {warps.reason}" for warps in self.warps)
-                raise Deadlock(f"nobody can go on:\n{waiting}")
+                raise Deadlock(f"no warps can go on:\n{waiting}")
             self.random.choices(turns, speeds)[0]()
         except AssertionError as error:
             self.error = error
@@ -252,10 +251,10 @@ class Machine:
             self.stores.remove(store)
         store.read = True
 
-    # what the current warps do
+    # of the current warps
 
     def wait(self, condition: Callable[[], bool], reason: str) -> None:
-        """Let others run, and go on some time after it holds."""
+        """Let others run, and go on some time after the condition holds."""
         warps = self.current
         warps.waits_for, warps.reason = condition, reason
         self.turn.release()

@@ -1,4 +1,4 @@
-"""Shared memory: views of buffers as they lie there, and who has written and read what."""
+"""Shared memory: views of buffers with their places, writers and readers."""
 
 import math
 from collections.abc import Callable
@@ -10,15 +10,15 @@ from gluon_on_cpu import machine
 from gluon_on_cpu.arrays import Array, Type, poisoned
 from gluon_on_cpu.machine import Program, Race, Warps
 
-# accesses to large buffers are told apart by so many elements, as tiles are; to small ones, by each
+# grain of accesses to large buffers, in elements; of small ones, it is one element
 _GRAIN = 8
 _LARGE = 4096
-# which of them: a part in one piece, mostly
+# those of a view: a part in one piece, mostly
 Grains = slice | np.ndarray
 
 
 class Buffer:
-    """Memory, and of every grain of it who wrote it last, and until when who has read it."""
+    """Memory, and of every grain the last writer, and the time of each reader's last read."""
 
     def __init__(self, program: Program, shape: list[int], dtype: Type) -> None:
         size = int(np.prod(shape))
@@ -29,15 +29,8 @@ class Buffer:
         self.writer = np.zeros(grains, np.int64)
         self.written = np.zeros(grains, np.int64)
         self.by_warps = np.zeros(grains, np.bool_)
-        # by agent, who are few
+        # by agent, of which there are few
         self.read: dict[int, np.ndarray] = {}
-
-    def _name(self, agent: int) -> str:
-        for warps in self.program.warps:
-            if agent in (warps.agent, warps.products, warps.stores):
-                kind = {warps.products: "'s products", warps.stores: "'s stores"}.get(agent, "")
-                return warps.name + kind
-        return "copies to shared memory"
 
     def _unknown(self, grains: Grains, clock: np.ndarray) -> np.ndarray:
         """Mask of grains with a write that the clock does not know of."""
@@ -92,7 +85,7 @@ class Buffer:
 
 
 class Shared:
-    """A view of a buffer: where each of its elements lies."""
+    """A view of a buffer: the place of each of its elements."""
 
     def __init__(self, buffer: Buffer, dtype: Type, at: np.ndarray) -> None:
         self.buffer = buffer

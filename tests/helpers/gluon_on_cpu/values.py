@@ -84,7 +84,7 @@ def atomic_add(pointer: Pointer, value: Array, mask: Array | None = None, sem: s
     return Array(before, pointer.dtype)
 
 
-# Assembly, by the instruction that makes it what it is
+# Assembly, by its main instruction
 
 
 def _wait_until_stores_are_written(x: Array) -> Array:
@@ -111,6 +111,6 @@ def inline_asm_elementwise(
 ) -> Array:
     known = next((run for instruction, run in ASSEMBLY.items() if instruction in asm), None)
     if known is None:
-        raise NotImplementedError(f"assembly that nobody has emulated: {asm}")
+        raise NotImplementedError(f"assembly without an emulation: {asm}")
     result = known(*args)
     return Array(result.astype(np.int32) if dtype is arrays.int32 else result, dtype)
