@@ -93,7 +93,10 @@ def test_operator_schemas_equal_the_named_tuples():
 MODES = [("none", True, False), ("constant", False, True), ("scalar", True, True), ("scalar", False, False)]
 
 
-@pytest.mark.parametrize(("decay", "causal", "row_scale"), MODES)
+@pytest.mark.parametrize(("decay", "causal", "row_scale"), [
+    pytest.param(*mode, marks=[] if ON_GPU or number in (1, 2) else pytest.mark.slow)
+    for number, mode in enumerate(MODES)
+])
 def test_opcheck_of_the_forward(decay, causal, row_scale, device):
     arguments = operator_arguments(make(device, decay, row_scale), causal)
     torch.library.opcheck(torch.ops.decayattn.forward.default, arguments)
