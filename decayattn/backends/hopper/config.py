@@ -135,7 +135,7 @@ def backward(widths: Widths) -> BackwardConfig:
     if widths.qk == 64:
         return BackwardConfig("consume_128", KEY_TILE, 64, 128, 2, slots=2, zero_lines=8, dk_columns=64, spill_bytes=68)
     if widths.qk == 128:
-        return BackwardConfig("consume_128", KEY_TILE, 128, 64, 2, slots=3, zero_lines=8, dk_columns=64, spill_bytes=72)
+        return BackwardConfig("consume_128", KEY_TILE, 128, 64, 2, slots=3, zero_lines=8, dk_columns=64, spill_bytes=80)
     if widths.read <= 192 and widths.v <= 128:
         return BackwardConfig(
             "consume_192", KEY_TILE, 64, 64, 2, slots=3, zero_lines=2, dk_columns=64, spill_bytes=160
