@@ -200,8 +200,6 @@ def decay_of(name: str) -> str:
 # --------------------------------------------------------------------------------------------------- speed of attention
 
 SPEED_FILE = "benchmark_sustained.json"
-# kernels of others that it lacks come from this one
-OTHERS_FILE = "benchmark_sustained_flash_attn.json"
 # tables of their own: file, title, causal
 MORE_SPEEDS = (
     ("benchmark_sustained_not_causal.json", "Not causal", False),
@@ -252,23 +250,13 @@ def speed_table(found: Speeds) -> list[str]:
     return pivot(f"forward / backward, H{heads}", rows, columns, cell)
 
 
-@block(SPEED_FILE, OTHERS_FILE)
-def attention(results: Results, report: Report, others: Report) -> list[str]:
-    """Speeds relative to cuDNN, and their sources; then the tables of other calls."""
-    found, theirs = speeds(report), speeds(others)
-    borrowed = {"flash_attn", "flex", "fox", "fla"} - set().union(*found.values())
-    merged = {key: kernels | {name: theirs[key][name] for name in borrowed & theirs.get(key, {}).keys()}
-              for key, kernels in found.items()}
-    borrowed &= set().union(*merged.values())
+@block(SPEED_FILE)
+def attention(results: Results, report: Report) -> list[str]:
+    """Speeds relative to cuDNN; then the tables of other calls."""
     replayed = ", replayed by CUDA graphs" * bool(report.get("captured"))
     said = (f"{where(report)}; bfloat16, causal; sustained: calls back to back{replayed}, at the power limit "
             f"({results.link(SPEED_FILE)}).")
-    if borrowed:
-        names = ", ".join(LABELS[name].split(",")[0] for name in LABELS if name in borrowed)
-        elsewhere = f" on an {others['gpu']}," * (others["gpu"] != report["gpu"])
-        launched = " launched from Python," * bool(replayed and not others.get("captured"))
-        said += f" {names}:{elsewhere}{launched} against cuDNN in a process of its own ({results.link(OTHERS_FILE)})."
-    lines = [*speed_table(merged), "", said]
+    lines = [*speed_table(speeds(report)), "", said]
     for name, title, causal in MORE_SPEEDS:
         more = results.load(name)
         lines += ["", f"{title} ({results.link(name)}):", "", *speed_table(speeds(more, causal))]
@@ -286,7 +274,7 @@ def bars_of(results: Results) -> Bars:
     """Bars of the picture; all of one process."""
     return [
         [kernel, f"D = {shape[0]}\nT = {shape[2]}\nB = {shape[3]}", way, figures["ratio_to_cudnn"]]
-        for (shape, way), kernels in sorted(speeds(results.load(OTHERS_FILE)).items())
+        for (shape, way), kernels in sorted(speeds(results.load(SPEED_FILE)).items())
         for kernel, figures in kernels.items() if kernel in _BARS and figures["ratio_to_cudnn"] is not None
     ]
 
@@ -331,13 +319,13 @@ def svg(bars: Bars) -> str:
         "color: currentColor", f"color: {_INK}", 1)
 
 
-@block(SPEED_FILE, OTHERS_FILE)
-def pictures(results: Results, report: Report, others: Report) -> list[str]:
+@block(SPEED_FILE)
+def pictures(results: Results, report: Report) -> list[str]:
     """The picture of speeds, with one line on their source."""
-    here, there = (of["gpu"].removeprefix("NVIDIA ").split()[0] for of in (others, report))
+    gpu = report["gpu"].removeprefix("NVIDIA ").split()[0]
     return [f"![{title_of(bars_of(results))}]({results.prefix}{PICTURE})", "", *wrapped(
-        f"Speed relative to cuDNN attention without a decay: all kernels in one process, on an {here}. "
-        f"[The method, and an {there}](#how-fast)"
+        f"Speed relative to cuDNN attention without a decay: all kernels in one process, on an {gpu} "
+        "([method](#how-fast))."
     )]
 
 
