@@ -99,7 +99,7 @@ def pack(parts: Sequence[Tensor], multiple: int = 1) -> Tensor:
     def carried(x: Tensor) -> Tensor:
         if x.dtype.itemsize <= carrier.itemsize:
             return x.to(carrier)
-        # not contiguous(): it keeps a last dimension of size 1 as it is, with any stride
+        # not contiguous(): it leaves the stride of a last dimension of size 1, which may be any
         return x.clone(memory_format=torch.contiguous_format).view(carrier)
 
     carriers = [carried(x) for x in parts]

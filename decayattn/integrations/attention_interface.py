@@ -45,8 +45,8 @@ _ALL, _PAST, _WINDOW = torch.uint8, torch.int8, torch.int16
 
 
 # By the type of a config: True if all its models so far support flash attention. Then `mask` describes padding alone.
-# Other masks are complete, as in a process that unpickles a model. A name of another type in the config would tell as
-# well, but torch.compile in torch 2.11 takes no subclass of str.
+# Other masks are complete, as in a process that unpickles a model. A subclass of str in the config would do as well,
+# but torch.compile of torch 2.11 does not take one.
 _DESCRIBES_PADDING: dict[type, bool] = {}
 
 

@@ -1,4 +1,4 @@
-"""Runs of fuzz_context.py's calls, as they are and with a fault, on every rank of a group."""
+"""Runs of fuzz_context.py's calls, right ones and some with a fault, on every rank of a group."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ from decayattn.distributed import halo_exchange
 
 
 def fuzzed(group, argv, wrong=None):
-    """The exit status, and what is printed."""
+    """Exit status and printed text."""
     options = fuzz_context.parse(["--ranks", str(dist.get_world_size(group)), *argv])
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         if wrong is not None:
