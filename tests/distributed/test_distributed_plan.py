@@ -17,7 +17,7 @@ from decayattn.backends.planning import halo_bound, prefix, skipping
 from decayattn.backends.runtime import launching
 from decayattn.distributed import halo_plan
 from decayattn.distributed.collectives import Slices
-from decayattn.problem import DECAY_BLOCK, AttentionProblem, Inputs
+from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem, Inputs
 
 pytestmark = pytest.mark.slow
 
@@ -204,7 +204,7 @@ def test_ranks_fetch_the_blocks_that_one_process_visits(monkeypatch, kind):
     found = first_keys(monkeypatch, inputs, lengths, tolerance)
     at = 0
     for rank, length in enumerate(lengths):
-        visited = planned[..., at // skipping.GRANULE : (at + length) // skipping.GRANULE].amin((1, 2)) * DECAY_BLOCK
+        visited = planned[..., at // GRANULE : (at + length) // GRANULE].amin((1, 2)) * DECAY_BLOCK
         assert found[rank].tolist() == [[min(at, int(x))] for x in visited]
         at += length
     assert (found[1:] > 0).all()
@@ -221,9 +221,9 @@ def test_summaries_of_a_slice_plan_its_last_rows(kind, rows):
     of_blocks, of_granules = SUMMARISE(whole, inputs.q, inputs.k, log_decay, inputs.any_scale, 8).terms
     sums = prefix.build(whole, log_decay) if whole.decay == "scalar" else prefix.allocate(whole, inputs.q)
     call = far, far_inputs.q, inputs.k, log_decay, far_inputs.any_scale, sums, None
-    granules = -(-far.query_length // skipping.GRANULE)
+    granules = -(-far.query_length // GRANULE)
     expected = skipping.plan(*call)[..., :granules]
-    known = of_blocks, of_granules[:, :, rows // skipping.GRANULE :]
+    known = of_blocks, of_granules[:, :, rows // GRANULE :]
     assert torch.equal(skipping.plan(*call, terms=known)[..., :granules], expected)
     assert expected.max() > 0
 
@@ -258,7 +258,7 @@ def without_first(keys, *_):
 def without_own_score(keys, of_granules, q, k, log_decay, scale):
     """E is as if q_i·k_i were 0."""
     own = scale * (q * k.repeat_interleave(HEADS // KV_HEADS, 2)).sum(-1) / math.log(2)
-    least = [part.amin(1) for part in own.split(skipping.GRANULE, 1)]
+    least = [part.amin(1) for part in own.split(GRANULE, 1)]
     more = torch.stack([own.new_zeros(1, HEADS, len(least)), torch.stack(least, -1)], -1)
     of_granules += more
 
@@ -296,7 +296,7 @@ def test_a_granule_too_few_of_rows_loses_too_much(monkeypatch, kind):
     first, rows = Ranks(monkeypatch, inputs, lengths).plan(tolerance)
     assert 0 < rows[1] < 256
     assert lost(inputs, lengths, first, rows) <= tolerance
-    assert lost(inputs, lengths, first, rows - skipping.GRANULE) > 100 * tolerance
+    assert lost(inputs, lengths, first, rows - GRANULE) > 100 * tolerance
 
 
 def test_a_plan_without_totals_fetches_too_much(monkeypatch):
