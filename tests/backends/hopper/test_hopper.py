@@ -35,7 +35,7 @@ from decayattn.backends.hopper import config
 from decayattn.backends.hopper.forward import producer
 from decayattn.backends.hopper.forward.shared import NORMAL
 from decayattn.nn import DecayCache
-from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
+from decayattn.testing import assert_within_budget, format_table, verify_attention, verify_attention_varlen
 
 ON_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="needs compute capability 9.0, or no GPU")
@@ -261,7 +261,9 @@ def test_sums_at_the_edge_of_float32(scores, decay, dim):
     inputs["q"][..., 0], inputs["k"][..., 0] = 8.0, 0.0
     for key, score in zip((200, 499), scores, strict=True):
         inputs["k"][:, key, :, 0] = score * dim**0.5 / 8
-    verify(inputs, causal=False, skip_tolerance=None)
+    compared = verify_attention(**inputs, causal=False, skip_tolerance=None, backend="hopper")
+    # "cannot tell": the gradient of a rate may be smaller than its budget
+    assert not [c for c in compared if c.verdict == "wrong"], format_table(compared)
 
 
 @pytest.mark.parametrize(("dim", "decay"), [(64, "none"), (64, "scalar"), (128, "constant"), (256, "scalar")])
