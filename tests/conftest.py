@@ -74,6 +74,19 @@ def device() -> torch.device:
     return torch.device("cuda" if ON_GPU else "cpu")
 
 
+@pytest.fixture(scope="module", params=[
+    pytest.param("cpu", marks=pytest.mark.xdist_group("distributed")),  # these start processes of their own, once
+    pytest.param("cuda", marks=pytest.mark.xdist_group("gpu")),
+])
+def ranks(request: pytest.FixtureRequest):
+    """Two processes with a group, on CPUs and on GPUs."""
+    from distributed_pool import two_ranks
+
+    pool = two_ranks(request.param)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
 def interpreter() -> None:
     """For a test that starts a process on the CPU, where the kernels need Triton's interpreter."""

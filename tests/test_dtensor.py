@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from distributed_pool import two_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -21,16 +20,6 @@ DECAYS = {
     "one for all heads": lambda: -torch.rand(B, T, 1, dtype=torch.float64),
     "one for the batch": lambda: -torch.rand(1, T, H, dtype=torch.float64),
 }
-
-
-@pytest.fixture(scope="module", params=[
-    pytest.param("cpu", marks=pytest.mark.xdist_group("distributed")),  # these start processes of their own, once
-    pytest.param("cuda", marks=pytest.mark.xdist_group("gpu")),
-])
-def ranks(request):
-    pool = two_ranks(request.param)
-    yield pool
-    pool.close()
 
 
 def tensors(decay: str) -> dict:

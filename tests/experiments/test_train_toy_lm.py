@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import train_toy_lm
-from distributed_pool import Pool, two_ranks
+from distributed_pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from toy_lm import figures
@@ -338,16 +338,6 @@ def train_on_rank(device: str, arguments: list[str], nodes: int = 1, stop_in: in
         if rank == 0 and stop_in is not None:
             interrupt_at(patch, "training_step", stop_in)
         return train_toy_lm.main(arguments)
-
-
-@pytest.fixture(scope="module", params=[
-    pytest.param("cpu", marks=pytest.mark.xdist_group("distributed")),
-    pytest.param("cuda", marks=pytest.mark.xdist_group("gpu")),
-])
-def ranks(request):
-    pool = two_ranks(request.param)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.slow

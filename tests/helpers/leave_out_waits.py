@@ -1,6 +1,6 @@
 """Leave out every wait, arrival and fence of the Hopper kernels, one at a time, and see if that shows. Usage::
 
-    python tests/helpers/leave_out_waits.py                              # everything, on a CPU; half an hour
+    python tests/helpers/leave_out_waits.py                              # everything, on a CPU
     python tests/helpers/leave_out_waits.py --directions backward --head-dims 64
 
 Without one of them, the kernels run several problems on a CPU (gluon_on_cpu) in several orders of their warps. There

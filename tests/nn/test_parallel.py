@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from distributed_pool import two_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -53,16 +52,6 @@ DECAYS = {
     "none": lambda: "none",
 }
 EVERYTHING = dict(num_kv_heads=2, qk_norm=True, output_gate=True, bias=True, sink=True, scale="learned")
-
-
-@pytest.fixture(scope="module", params=[
-    pytest.param("cpu", marks=pytest.mark.xdist_group("distributed")),  # these start processes of their own, once
-    pytest.param("cuda", marks=pytest.mark.xdist_group("gpu")),
-])
-def ranks(request):
-    pool = two_ranks(request.param)
-    yield pool
-    pool.close()
 
 
 class Block(nn.Module):

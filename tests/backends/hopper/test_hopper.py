@@ -35,7 +35,7 @@ from decayattn.backends.hopper import config
 from decayattn.backends.hopper.forward import producer
 from decayattn.backends.hopper.forward.shared import NORMAL
 from decayattn.nn import DecayCache
-from decayattn.testing import assert_within_budget, format_table, verify_attention, verify_attention_varlen
+from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
 ON_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="needs compute capability 9.0, or no GPU")
@@ -262,8 +262,9 @@ def test_sums_at_the_edge_of_float32(scores, decay, dim):
     for key, score in zip((200, 499), scores, strict=True):
         inputs["k"][:, key, :, 0] = score * dim**0.5 / 8
     compared = verify_attention(**inputs, causal=False, skip_tolerance=None, backend="hopper")
-    # "cannot tell": the gradient of a rate may be smaller than its budget
-    assert not [c for c in compared if c.verdict == "wrong"], format_table(compared)
+    # the gradient of a rate may be smaller than its budget, which cannot judge it then
+    small = [c for c in compared if decay == "constant" and c.name == "dlog_decay" and c.verdict == "cannot tell"]
+    assert_within_budget([c for c in compared if c not in small])
 
 
 @pytest.mark.parametrize(("dim", "decay"), [(64, "none"), (64, "scalar"), (128, "constant"), (256, "scalar")])
