@@ -46,9 +46,9 @@ def packed(
         max_seqlen_q, max_seqlen_k = within(max_seqlen_q, q.shape[1]), within(max_seqlen_k, k.shape[1])
     if isinstance(log_decay, Tensor) and log_decay.ndim == 2:
         log_decay = log_decay[None]
-    rows = tokens = _between(cu_seqlens_q, q.shape[1], max_seqlen_q)
+    rows = tokens = sequence_spans(cu_seqlens_q, q.shape[1], max_seqlen_q)
     if cu_seqlens_k is not cu_seqlens_q or k.shape[1] != q.shape[1] or max_seqlen_k != max_seqlen_q:
-        tokens = _between(cu_seqlens_k, k.shape[1], max_seqlen_k)
+        tokens = sequence_spans(cu_seqlens_k, k.shape[1], max_seqlen_k)
     inputs = inputs_of(q, k, v, log_decay, scale, torch.stack([*rows, *tokens], 1), None, sink)
     return problem_of(inputs, causal, window_size, skip_tolerance, (max_seqlen_q, max_seqlen_k)), inputs
 
@@ -122,7 +122,7 @@ def _interval(begin: Tensor | None, end: Tensor | None, x: Tensor) -> tuple[Tens
     return begin, (end.clamp(0, axis).int() - begin).clamp(min=0)
 
 
-def _between(offsets: Tensor, axis: int, longest: int) -> tuple[Tensor, Tensor]:
+def sequence_spans(offsets: Tensor, axis: int, longest: int) -> tuple[Tensor, Tensor]:
     """Begin and length (N,) of the sequences between N + 1 offsets.
 
     They lie inside the axis and are disjoint for any offsets, so the axis bounds their sum. An offset smaller than one

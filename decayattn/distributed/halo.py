@@ -27,7 +27,7 @@ from decayattn.distributed.collectives import Slices
 from decayattn.distributed.halo_exchange import add_returned, fetch_halo, return_gradients
 from decayattn.distributed.halo_plan import HaloPlan, ViewLimits, make_plan, tolerance_share
 from decayattn.distributed.option_check import OptionCheck
-from decayattn.normalize import _between
+from decayattn.normalize import sequence_spans
 from decayattn.problem import (
     GRANULE,
     AttentionProblem,
@@ -228,7 +228,7 @@ def _near(inputs: Inputs, extended: Sequence[Any], settings: Settings) -> Call:
         return Call.of(near, settings)
     longest_query, longest_key = min(limits.max_seqlen, rows), min(limits.max_seqlen, tokens)
     begins = limits.cu_seqlens - plan.slices.begin
-    bounds = *_between(begins, rows, longest_query), *_between(begins + plan.halo, tokens, longest_key)
+    bounds = *sequence_spans(begins, rows, longest_query), *sequence_spans(begins + plan.halo, tokens, longest_key)
     return Call.of(near._replace(bounds=torch.stack(bounds, 1)), settings, (longest_query, longest_key))
 
 

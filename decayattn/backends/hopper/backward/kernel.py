@@ -44,8 +44,8 @@ times the scale; dq and the sums are made of dS alone. The gradient of a scale i
 
 Row and column sums of dS read the same rounded dSᵀ as the products, so both cancel wherever the gradient of a decay
 cancels. Both are products with few columns: sums of keys are issued with dk (key_sums.py), sums of rows with dq.
-PARTIAL tiles, which are masked, come first. They and full tiles have a loop each: in a common
-loop, full tiles would jump over a third of the instructions or more (D = 64).
+PARTIAL tiles, which are masked, come first. They and full tiles have a loop each: in a common loop, full tiles would
+jump over a third of the instructions or more (D = 64).
 
 Not causal, the sign of a decay differs between the sides of the diagonal, and the loops run once per side (work.py). A
 row has an LSE₂ for each side, with ∓α_i. The producer sends the side's LSE₂, and the difference of two bases with the
