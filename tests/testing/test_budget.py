@@ -220,6 +220,15 @@ def test_strides_reach_the_tested_call(monkeypatch):
     assert seen["strides"] == inputs["q"].stride() != inputs["q"].contiguous().stride()
 
 
+def test_default_output_gradients_differ_from_queries(monkeypatch):
+    """After the caller's manual_seed(0) they were the same numbers, and rounding errors of both were correlated."""
+    torch.manual_seed(0)
+    q, seen, run = torch.randn(2, 9, 3, 8), [], attention.Call.run
+    monkeypatch.setattr(attention.Call, "run", lambda call, *rest: seen.append(call) or run(call, *rest))
+    verify_attention(q, q, q, backend="reference")
+    assert abs(torch.corrcoef(torch.stack([q.flatten(), seen[0].grad_out.flatten()]))[0, 1]) < 0.2
+
+
 @pytest.mark.parametrize("shape", [(0, 1), (2, 0, 1), (0, 3)])
 def test_accepts_a_broadcast_scale_of_no_rows(shape):
     q, k = torch.randn(2, 0, 3, 8), torch.randn(2, 5, 3, 8)
