@@ -19,8 +19,8 @@ _fallbacks: dict[str, str] = {}
 
 
 def fallbacks() -> list[str]:
-    """Private names that this PyTorch or Triton lacks or has changed, with the alternative used; empty if none. A
-    change in Triton shows only after a kernel has been launched on a GPU."""
+    """Private names that this PyTorch or Triton lacks or has changed, with the alternative used. A change in Triton
+    shows only after a kernel has been launched on a GPU."""
     return [f"{name} {reason}" for name, reason in _fallbacks.items()]
 
 
@@ -34,14 +34,17 @@ def leave(name: str, reason: str) -> None:
     _fallbacks[name] = reason
 
 
-def _usable(name: str, probe: Callable[[], Any], instead: str) -> Any:
-    """Result of probe; if it fails, None and an entry in fallbacks()."""
-    try:
-        return probe()
-    except Exception as error:
-        reason = f"cannot be used in PyTorch {torch.__version__} ({type(error).__name__}: {error}): {instead}"
-        leave(name, reason)
-        return None
+def _probed(name: str, instead: str) -> Callable[[Callable[[], Any]], Any]:
+    """Decorator that replaces a probe by its result; if it fails, by None, with an entry in fallbacks()."""
+
+    def result(probe: Callable[[], Any]) -> Any:
+        try:
+            return probe()
+        except Exception as error:
+            leave(name, f"cannot be used in PyTorch {torch.__version__} ({type(error).__name__}: {error}): {instead}")
+            return None
+
+    return result
 
 
 def _expect(value: Any, kind: type) -> None:
@@ -53,17 +56,15 @@ def _expect(value: Any, kind: type) -> None:
 # Operators
 
 
-def _probe_observers() -> tuple[Callable[[], int], Callable[[], bool]]:
+@_probed(
+    "torch._C._len_torch_dispatch_stack, ._are_functorch_transforms_active",
+    "every call passes through the operators, which takes more host time",
+)
+def _observers() -> tuple[Callable[[], int], Callable[[], bool]]:
     modes, transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
     _expect(modes(), int)
     _expect(transforms(), bool)
     return modes, transforms
-
-
-_observers = _usable(
-    "torch._C._len_torch_dispatch_stack, ._are_functorch_transforms_active", _probe_observers,
-    "every call passes through the operators, which takes more host time",
-)
 
 
 def has_observers() -> bool:
@@ -85,16 +86,14 @@ def is_fake(x: Tensor) -> bool:
     return fake is not None and isinstance(x, fake.FakeTensor)
 
 
-def _probe_modes() -> Callable[[], list]:
+@_probed(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+    "a FlopCounterMode that was made before the first call of a kernel counts 0",
+)
+def _modes() -> Callable[[], list]:
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack
     _expect(modes(), list)
     return modes
-
-
-_modes = _usable(
-    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", _probe_modes,
-    "a FlopCounterMode that was made before the first call of a kernel counts 0",
-)
 
 
 def count_flops(formulas: dict[Any, Callable[..., int]]) -> None:
@@ -114,26 +113,20 @@ def count_flops(formulas: dict[Any, Callable[..., int]]) -> None:
             registry.setdefault(operator, counter.flop_registry[operator])
 
 
-def _probe_guard() -> Callable:
+@_probed(
+    "torch._C._AutoDispatchBelowAutograd",
+    "torch.library.register_autograd differentiates the operators, which takes more host time",
+)
+def below_autograd() -> Callable:
+    """Context for calls to operators below autograd; None: torch.library.register_autograd makes these calls."""
     with torch._C._AutoDispatchBelowAutograd():
         return torch._C._AutoDispatchBelowAutograd
 
 
-# context for calls to operators below autograd; None: torch.library.register_autograd makes these calls
-below_autograd = _usable(
-    "torch._C._AutoDispatchBelowAutograd", _probe_guard,
-    "torch.library.register_autograd differentiates the operators, which takes more host time",
-)
-
-
-def _probe_level() -> bool:
+@_probed("torch.autograd.forward_ad._current_level", "every tensor of a call is checked for a tangent")
+def _has_level() -> bool:
     _expect(forward_ad._current_level, int)
     return True
-
-
-_has_level = _usable(
-    "torch.autograd.forward_ad._current_level", _probe_level, "every tensor of a call is checked for a tangent"
-)
 
 
 def has_tangent(tensors: Iterable[Tensor]) -> bool:
@@ -147,24 +140,20 @@ def has_tangent(tensors: Iterable[Tensor]) -> bool:
 # Values of tensors
 
 
-def _probe_assertion() -> Callable[[Tensor, str], None]:
+@_probed("torch._assert_async", "the check of a padding_mask on a GPU synchronises")
+def _assertion() -> Callable[[Tensor, str], None]:
     torch._assert_async(torch.ones((), dtype=torch.bool, device="cpu"), "")
     return torch._assert_async
 
 
-_assertion = _usable("torch._assert_async", _probe_assertion, "the check of a padding_mask on a GPU synchronises")
-
-
-def _probe_wrappers() -> tuple[Callable[[Tensor], bool], Callable[[Tensor], Tensor]]:
+@_probed(
+    "torch._C._functorch.is_functorch_wrapped_tensor, .get_unwrapped",
+    "values of tensors are not checked under a transform of torch.func",
+)
+def _wrappers() -> tuple[Callable[[Tensor], bool], Callable[[Tensor], Tensor]]:
     functorch = torch._C._functorch
     _expect(functorch.is_functorch_wrapped_tensor(torch.ones((), device="cpu")), bool)
     return functorch.is_functorch_wrapped_tensor, functorch.get_unwrapped
-
-
-_wrappers = _usable(
-    "torch._C._functorch.is_functorch_wrapped_tensor, .get_unwrapped", _probe_wrappers,
-    "values of tensors are not checked under a transform of torch.func",
-)
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
@@ -214,18 +203,16 @@ def all_gather(gathered: Tensor, own: Tensor, group: "torch.distributed.ProcessG
 # torch.compile
 
 
-def _probe_mark() -> bool:
+@_probed(
+    "_dynamo_marked_constant",
+    "torch.compiler.assume_constant_result sets the mark, which imports torch._dynamo and Triton with the library",
+)
+def _has_mark() -> bool:
     """Look for the mark in PyTorch's source: importing torch._dynamo would import Triton."""
     source = Path(torch.__file__).parent / "_dynamo" / "decorators.py"
     if "fn._dynamo_marked_constant = True" not in source.read_text(encoding="utf-8"):
         raise AttributeError("torch.compiler.assume_constant_result sets another mark")
     return True
-
-
-_has_mark = _usable(
-    "_dynamo_marked_constant", _probe_mark,
-    "torch.compiler.assume_constant_result sets the mark, which imports torch._dynamo and Triton with the library",
-)
 
 
 def assume_constant_result(function: Callable) -> Callable:
@@ -266,18 +253,12 @@ def left_to_eager_code(reason: str) -> Callable[[Callable], Callable]:
 # Streams
 
 
-def _probe_stream() -> Callable[[int], int] | None:
+@_probed("torch._C._cuda_getCurrentRawStream", "torch.cuda.current_stream gives the stream")
+def _raw_stream() -> Callable[[int], int] | None:
     # asking for a stream here would initialise CUDA; direct_launch.py compares it with the one that Triton passes
     on_gpus = torch.version.cuda is not None or torch.version.hip is not None
     return torch._C._cuda_getCurrentRawStream if on_gpus else None
 
 
-def _public_stream(device: int) -> int:
-    return torch.cuda.current_stream(device).cuda_stream
-
-
 # current_stream(device index): address of the current stream
-current_stream = (
-    _usable("torch._C._cuda_getCurrentRawStream", _probe_stream, "torch.cuda.current_stream gives the stream")
-    or _public_stream
-)
+current_stream = _raw_stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)

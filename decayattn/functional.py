@@ -1,6 +1,6 @@
 """The public functions: the contract, then `normalize` and one call."""
 
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -156,19 +156,16 @@ def decay_attention(
     if unknown:
         validation.refuse_unknown(decay_attention, unknown)
     q, k, v = normalize.autocast(q, k, v)
-    if dtensor.any_dtensor(q, k, v, log_decay, scale, bias, sink, seqused_q, seqused_k, leftpad_q, leftpad_k):
-        tensors = dict(
-            q=q, k=k, v=v, log_decay=log_decay, scale=scale, bias=bias, sink=sink, seqused_q=seqused_q,
-            seqused_k=seqused_k, leftpad_q=leftpad_q, leftpad_k=leftpad_k,
-        )
-        options = dict(causal=causal, window_size=window_size, skip_tolerance=skip_tolerance)
+    tensors: dict[str, Any] = dict(
+        q=q, k=k, v=v, log_decay=log_decay, scale=scale, bias=bias, sink=sink, seqused_q=seqused_q,
+        seqused_k=seqused_k, leftpad_q=leftpad_q, leftpad_k=leftpad_k,
+    )
+    options: dict[str, Any] = dict(causal=causal, window_size=window_size, skip_tolerance=skip_tolerance)
+    if dtensor.any_dtensor(*tensors.values()):
         others = dict(return_lse=return_lse, backend=backend)
         return dtensor.attention(decay_attention, validation.check_arguments, tensors, options, others)
     validation.check_bool("return_lse", return_lse)
-    problem, inputs = normalize.dense(
-        q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias,
-        skip_tolerance,
-    )
+    problem, inputs = normalize.dense(**tensors, **options)
     out, lse = _attend(problem, inputs, backend, return_lse)
     return (out, lse) if return_lse else out
 
@@ -240,22 +237,19 @@ def decay_attention_varlen(
     if unknown:
         validation.refuse_unknown(decay_attention_varlen, unknown)
     q, k, v = normalize.autocast(q, k, v)
-    if dtensor.any_dtensor(q, k, v, log_decay, scale, sink, cu_seqlens_q, cu_seqlens_k):
-        tensors = dict(
-            q=q, k=k, v=v, log_decay=log_decay, scale=scale, sink=sink, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-        )
-        options = dict(
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window_size=window_size,
-            skip_tolerance=skip_tolerance,
-        )
+    tensors: dict[str, Any] = dict(
+        q=q, k=k, v=v, log_decay=log_decay, scale=scale, sink=sink, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+    )
+    options: dict[str, Any] = dict(
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window_size=window_size,
+        skip_tolerance=skip_tolerance,
+    )
+    if dtensor.any_dtensor(*tensors.values()):
         others = dict(return_lse=return_lse, backend=backend)
         return dtensor.attention(decay_attention_varlen, validation.check_packed_arguments, tensors, options, others)
     validation.check_bool("return_lse", return_lse)
-    problem, inputs = normalize.packed(
-        q, k, v, log_decay, scale, causal, window_size, sink, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        skip_tolerance,
-    )
+    problem, inputs = normalize.packed(**tensors, **options)
     out, lse = _attend(problem, inputs, backend, return_lse)
     out = out.squeeze(0)  # not out[0]: its backward copies the gradient into zeros
     return (out, lse.squeeze(0)) if return_lse else out

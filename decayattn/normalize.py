@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from decayattn.problem import RESET_BELOW, AttentionProblem, Inputs, SkipTolerance, within
-from decayattn.validation import check_arguments, check_packed_arguments
+from decayattn.validation import check_arguments, check_packed_arguments, integer
 
 _AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -143,11 +143,6 @@ def tolerance_of(skip_tolerance: SkipTolerance, dtype: torch.dtype) -> float:
     if skip_tolerance == "auto":
         return 2.0**-53 if dtype == torch.float64 else 2.0**-24
     return 0.0 if skip_tolerance is None else float(skip_tolerance)
-
-
-def integer(number: int) -> int:
-    """A checked integer, possibly of numpy, as Python's int, which operators and launches require."""
-    return number if isinstance(number, (int, torch.SymInt)) else int(number)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

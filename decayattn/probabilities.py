@@ -107,10 +107,8 @@ def decay_matrix(
     constant = log_decay.ndim == 1
     if constant != (length is not None):
         raise ValueError("length: expected the number of keys of a constant log_decay (H,), and None for (B, T, H)")
-    if length is not None:
-        check_count("length", length)
-    batch, tokens, heads = (1, normalize.integer(length), len(log_decay)) if length is not None else log_decay.shape
-    zeros = torch.zeros(batch, tokens, heads, 1, dtype=log_decay.dtype, device=log_decay.device)
+    shape = log_decay.shape if length is None else (1, check_count("length", length), len(log_decay))
+    zeros, tokens = torch.zeros(*shape, 1, dtype=log_decay.dtype, device=log_decay.device), shape[1]
     problem, _ = normalize.dense(zeros, zeros, zeros, log_decay, None, causal)
     rows = _checked_rows(range(tokens) if rows is None else rows, tokens, log_decay.device)
     j = torch.arange(tokens, device=log_decay.device)

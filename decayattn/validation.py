@@ -88,9 +88,9 @@ def refuse_gradients(**inputs: Tensor | float | None) -> None:
 
 def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
     """Refuse anything but offsets of packed sequences on the device of q."""
-    if isinstance(offsets, Tensor) and (offsets.ndim != 1 or offsets.shape[0] == 0):
-        raise ValueError(f"{name}: expected shape (sequences + 1,), got {tuple(offsets.shape)}")
     check_counts(name, offsets, q.device, "(sequences + 1,)", None)
+    if offsets.ndim != 1 or offsets.shape[0] == 0:
+        raise ValueError(f"{name}: expected shape (sequences + 1,), got {tuple(offsets.shape)}")
     if type(offsets) is Tensor and offsets.device.type == "cpu":  # on a GPU it would take longer than a small call
         refuse_unless(
             (offsets.diff() >= 0).all(),
@@ -99,12 +99,23 @@ def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
         )
 
 
-def check_count(name: str, number: int) -> None:
-    """Refuse anything but a number of tokens."""
+def check_count(name: str, number: int, least: int = 0) -> int:
+    """Return the number as `integer`; refuse anything but an integer of at least `least`."""
     if not is_integer(number):
         raise wrong_type(name, "an int", number)
-    if number < 0:
-        raise ValueError(f"{name}: expected at least 0, got {number}")
+    if number < least:
+        raise ValueError(f"{name}: expected at least {least}, got {number}")
+    return integer(number)
+
+
+def check_positive_int(name: str, value: int) -> int:
+    """`check_count` of at least 1."""
+    return check_count(name, value, 1)
+
+
+def integer(number: int) -> int:
+    """A checked integer, possibly of numpy, as Python's int, which operators and launches require."""
+    return number if isinstance(number, (int, torch.SymInt)) else int(number)
 
 
 def is_finite(number: float, dtype: torch.dtype = torch.float64) -> bool:
@@ -121,15 +132,6 @@ def check_bool(name: str, value: bool) -> bool:
     if not isinstance(value, bool):
         raise wrong_type(name, "a bool", value)
     return value
-
-
-def check_positive_int(name: str, value: int) -> int:
-    """Return the value as Python's int; it may be numpy's."""
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise wrong_type(name, "an int", value)
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
-    return int(value)
 
 
 def check_window(window_size: tuple[int, int] | None) -> None:
@@ -173,13 +175,22 @@ def check_bias(bias: Tensor | None, q: Tensor, k: Tensor, tokens: int | None = N
         )
 
 
-def check_tensor(name: str, x: Tensor, device: torch.device | None = None, owner: str = "q") -> None:
-    """Refuse anything but a dense tensor on this device, that of its owner; None: on any device."""
+def check_tensor(
+    name: str, x: object, device: torch.device | None = None, owner: str = "q", expected: str = "a torch.Tensor"
+) -> Tensor:
+    """Return x; refuse anything but a dense tensor on this device, that of its owner; None: on any device."""
     if not isinstance(x, Tensor):
-        raise wrong_type(name, "a torch.Tensor", x)
-    _check_dense(name, x)
+        raise wrong_type(name, expected, x)
+    if x.is_nested:
+        raise TypeError(
+            f"{name}: expected a dense tensor, got a nested tensor; pack the sequences, nested.values() of the jagged "
+            "layout, and pass cu_seqlens, nested.offsets(), to decay_attention_varlen or to the layer"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got one of layout {x.layout}")
     if device is not None and x.device != device:
         raise ValueError(f"{name}: expected the device of {owner}, {device}, got {x.device}")
+    return x
 
 
 def check_counts(
@@ -199,20 +210,9 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {dtype}")
 
 
-def _check_dense(name: str, tensor: Tensor) -> None:
-    """Refuse nested and sparse tensors."""
-    if tensor.is_nested:
-        raise TypeError(
-            f"{name}: expected a dense tensor, got a nested tensor; pack the sequences, nested.values() of the jagged "
-            "layout, and pass cu_seqlens, nested.offsets(), to decay_attention_varlen or to the layer"
-        )
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got one of layout {tensor.layout}")
-
-
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, tensor)
+        check_tensor(name, tensor, None if tensor is q else q.device)
         if tensor.ndim != len(axes):
             raise ValueError(
                 f"{name}: expected {len(axes)} dimensions ({', '.join(axes)}), got shape {tuple(tensor.shape)}"
@@ -221,8 +221,6 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> No
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             raise TypeError(f"{name}: expected the dtype of q, {q.dtype}, got {tensor.dtype}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name}: expected the device of q, {q.device}, got {tensor.device}")
     if v.shape[-3] != k.shape[-3]:
         raise ValueError(f"v: expected the sequence length of k, {k.shape[-3]}, got {v.shape[-3]}")
     if v.shape[-2] != k.shape[-2]:
@@ -241,19 +239,13 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> No
             raise ValueError(f"{name}: expected a head dimension from 1 to {MAX_HEAD_DIM}, got {dim}")
 
 
-def _check_term(
-    name: str, x: object, q: Tensor, expected: str = "None or a tensor", or_bool: bool = False
-) -> Tensor:
+def _check_term(name: str, x: object, q: Tensor, expected: str = "None or a tensor", or_bool: bool = False) -> Tensor:
     """Return x; refuse anything but a floating tensor on the device of q, float64 only with float64 q."""
-    if not isinstance(x, Tensor):
-        raise wrong_type(name, expected, x)
-    _check_dense(name, x)
+    x = check_tensor(name, x, q.device, expected=expected)
     fits = x.dtype in SUPPORTED_DTYPES and (x.dtype != torch.float64 or q.dtype == torch.float64)
     if not fits and not (or_bool and x.dtype == torch.bool):
         dtypes = f"{'bool, ' if or_bool else ''}float32, bfloat16 or float16 (float64 with float64 q, k, v)"
         raise TypeError(f"{name}: expected {dtypes}, got {x.dtype}")
-    if x.device != q.device:
-        raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}")
     return x
 
 
@@ -266,9 +258,7 @@ def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, k: Tensor, axe
         if not is_finite(log_decay, q.dtype) and not -math.inf < log_decay < 0:
             raise ValueError(f"log_decay: expected a finite number, got {log_decay} (q: {q.dtype})")
         return False
-    if not isinstance(log_decay, Tensor):
-        raise wrong_type("log_decay", "None, a number or a tensor", log_decay)
-    _check_dense("log_decay", log_decay)
+    log_decay = check_tensor("log_decay", log_decay, q.device, expected="None, a number or a tensor")
     if log_decay.dtype in (torch.float16, torch.bfloat16):
         raise TypeError(
             f"log_decay: expected float32, got {log_decay.dtype}; its rounding errors add up over "
@@ -276,8 +266,6 @@ def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, k: Tensor, axe
         )
     if log_decay.dtype != torch.float32 and not (log_decay.dtype == q.dtype == torch.float64):
         raise TypeError(f"log_decay: expected float32 (or float64 with float64 q, k, v), got {log_decay.dtype}")
-    if log_decay.device != q.device:
-        raise ValueError(f"log_decay: expected the device of q, {q.device}, got {log_decay.device}")
     per_token = (*k.shape[:-2], q.shape[-2])
     # compare ndim first: tuples compare entry by entry whatever their lengths, which guards a symbolic batch
     if log_decay.ndim > 1 and log_decay.shape == per_token:
