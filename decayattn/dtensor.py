@@ -28,12 +28,8 @@ _DENSE = {
     "seqused_q": ("batch",), "seqused_k": ("batch",), "leftpad_q": ("batch",), "leftpad_k": ("batch",),
     "out": ("batch", _SEQUENCE, "heads", "channels"), "lse": ("batch", "heads", _SEQUENCE),
 }
-_PACKED = {
-    "q": (_SEQUENCE, "heads", "channels"), "k": (_SEQUENCE, "heads", "channels"),
-    "v": (_SEQUENCE, "heads", "channels"), "log_decay": (_SEQUENCE, "heads"), "scale": (_SEQUENCE, "heads"),
-    "sink": ("heads",), "cu_seqlens_q": ("offsets",), "cu_seqlens_k": ("offsets",),
-    "out": (_SEQUENCE, "heads", "channels"), "lse": ("heads", _SEQUENCE),
-}
+_PACKED = {name: tuple(axis for axis in axes if axis != "batch") for name, axes in _DENSE.items()}
+_PACKED |= {"cu_seqlens_q": ("offsets",), "cu_seqlens_k": ("offsets",)}
 
 
 def any_dtensor(*values: object) -> bool:
@@ -64,20 +60,9 @@ def attention(
 ) -> Any:
     """Call function(**tensors, **options, **unchecked) on every rank's batch entries or heads; return DTensors.
 
-    Args:
-        function: decay_attention or decay_attention_varlen.
-        check: check(**tensors, **options) raises as the function does, for the global shapes. It comes first, because
-            the parts of a tensor that does not fit as a whole may fit one another, or broadcast.
-        tensors: the arguments that may be tensors, by name. The others are sharded as q is, or replicated; replicated
-            ones are split as q is.
-        options: the other arguments that `check` takes.
-        unchecked: the other arguments that it does not take.
-
-    Returns:
-        The function's results, sharded as q is.
-
-    Raises:
-        TypeError, ValueError: by name, for arguments that the ranks cannot compute independently.
+    check(**tensors, **options) raises as the function does, for the global shapes. It comes first, because the parts of
+    a tensor that does not fit as a whole may fit one another, or broadcast. Then TypeError or ValueError, by name, for
+    arguments that the ranks cannot compute independently.
     """
     axes = _DENSE if "cu_seqlens_q" not in tensors else _PACKED
     mesh = check_dtensor("q", tensors["q"], None).device_mesh
@@ -86,14 +71,10 @@ def attention(
             check_dtensor(name, tensor, mesh)
     check(**tensors, **options)
     splits = [_split_of(placement, axes["q"]) for placement in tensors["q"].placements]
-    for axis, name in (("batch", "q"), ("heads", "k")):
+    for axis, name, number in (("batch", "q", "a batch size"), ("heads", "k", "a number of heads (H_kv)")):
         ranks = math.prod(mesh.size(dim) for dim, split in enumerate(splits) if split == axis)
-        if axis not in splits:
-            continue
-        size = tensors[name].shape[axes[name].index(axis)]
-        if size % ranks:
-            what = "a batch size" if axis == "batch" else "a number of heads (H_kv)"
-            raise ValueError(f"{name}: expected {what} that is a multiple of its {ranks} ranks, got {size}")
+        if axis in splits and (size := tensors[name].shape[axes[name].index(axis)]) % ranks:
+            raise ValueError(f"{name}: expected {number} that is a multiple of its {ranks} ranks, got {size}")
     local = {name: _local(name, tensor, axes[name], splits) for name, tensor in tensors.items()}
     results = function(**local, **options, **unchecked)
     if not isinstance(results, tuple):

@@ -83,25 +83,18 @@ def decay_attention_paged(
     _check_pages(q, k_pages, v_pages, block_table, cache_seqlens)
     if (k is None) != (v is None):
         raise ValueError("v: expected None without k" if v is not None else "v: expected a tensor with k, got None")
-    if k is None or v is None:
-        of_entry = (len(q), 0)  # tokens
-        new_k, new_v = (x.new_empty(*of_entry, *x.shape[2:]) for x in (k_pages, v_pages))
-    else:
-        new_k, new_v = k, v
+    new_k, new_v = (
+        pages.new_empty(len(q), 0, *pages.shape[2:]) if x is None else x for x, pages in ((k, k_pages), (v, v_pages))
+    )
     inputs, per_token, left = normalize.decoding(q, new_k, new_v, log_decay, scale, window_size, sink)
     check_bool("return_lse", return_lse)
     if max_seqlen is not None:
         max_seqlen = check_count("max_seqlen", max_seqlen)
     for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
-        if new is not None and new.shape[1:] != (q.shape[1], *pages.shape[2:]):
-            raise ValueError(
-                f"{name}: expected the tokens of q and the heads and dimension of {name}_pages, "
-                f"{(q.shape[1], *pages.shape[2:])}, got {tuple(new.shape[1:])}"
-            )
+        if new is not None:
+            _check(name, new, q, q.dtype, f"the tokens of q and heads of {name}_pages", (*q.shape[:2], *pages.shape[2:]))
     _check_decay(q, k_pages, k, per_token, inputs.log_decay, alpha_pages, first)
-    refuse_gradients(
-        q=q, k=k, v=v, k_pages=k_pages, v_pages=v_pages, log_decay=log_decay, scale=scale, sink=sink,
-    )
+    refuse_gradients(q=q, k=k, v=v, k_pages=k_pages, v_pages=v_pages, log_decay=log_decay, scale=scale, sink=sink)
     decoder = registry.decoder(backend, q.dtype, q.device)
     lengths, tokens = cache_seqlens.to(torch.int32), q.shape[1]
     if k is not None and tokens and q.device.type != "meta":  # meta has nothing to write
@@ -134,24 +127,17 @@ def _shift_tokens(x: Tensor, by: Tensor) -> Tensor:
 
 
 def _check_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> None:
-    check_tensor("q", q)
-    for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
-        _check_dtype(name, x, q, q.dtype)
-        if x.ndim != 4:
-            shape = "(B, T, H, D)" if name == "q" else "(pages, P, H_kv, D)"
-            raise ValueError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
+    for name, x, shape in (
+        ("q", q, ("B", "T", "H", "D")), ("k_pages", k_pages, ("pages", "P", "H_kv", "D")),
+        ("v_pages", v_pages, ("pages", "P", "H_kv", "D_v")), ("block_table", block_table, ("B", "blocks")),
+    ):
+        if check_tensor(name, x).ndim != len(shape):
+            raise ValueError(f"{name}: expected shape ({', '.join(shape)}), got {tuple(x.shape)}")
     if 0 in k_pages.shape[:2]:
         raise ValueError(f"k_pages: expected at least one page with one token, got {tuple(k_pages.shape)}")
-    if k_pages.shape[3] != q.shape[3]:
-        raise ValueError(f"k_pages: expected the head dimension of q, {q.shape[3]}, got {k_pages.shape[3]}")
-    if v_pages.shape[:3] != k_pages.shape[:3]:
-        raise ValueError(
-            f"v_pages: expected the pages, tokens and heads of k_pages, {tuple(k_pages.shape[:3])}, "
-            f"got {tuple(v_pages.shape[:3])}"
-        )
-    _check_dtype("block_table", block_table, q, torch.int32)
-    if block_table.ndim != 2 or len(block_table) != len(q) or block_table.shape[1] == 0:
-        raise ValueError(f"block_table: expected (B, blocks) with B = {len(q)}, got {tuple(block_table.shape)}")
+    _check("k_pages", k_pages, q, q.dtype, "the head dimension of q", (*k_pages.shape[:3], q.shape[3]))
+    _check("v_pages", v_pages, q, q.dtype, "the pages and heads of k_pages", (*k_pages.shape[:3], v_pages.shape[3]))
+    _check("block_table", block_table, q, torch.int32, "(B, blocks)", (len(q), max(1, block_table.shape[1])))
     check_counts("cache_seqlens", cache_seqlens, q.device, "(B,)", (len(q),))
 
 
@@ -159,28 +145,28 @@ def _check_decay(
     q: Tensor, k_pages: Tensor, k: Tensor | None, per_token: Tensor | None, rates: Tensor | None,
     alpha_pages: Tensor | None, first: Tensor | None,
 ) -> None:
-    if k is None and per_token is not None:
-        raise ValueError("log_decay: expected (H,) without k; for tokens already in the pages, pass alpha_pages")
+    if per_token is not None:
+        if k is None:
+            raise ValueError("log_decay: expected (H,) without k; for tokens already in the pages, pass alpha_pages")
+        if alpha_pages is None:
+            raise ValueError("alpha_pages: expected a tensor with a log_decay per token, to store its running sum")
+        if first is None:
+            raise ValueError("first: expected a tensor with a log_decay per token, to store its resets")
     if alpha_pages is not None:
         if rates is not None:
             raise ValueError("alpha_pages: expected None with a constant log_decay")
         if k is not None and per_token is None:
             raise ValueError("log_decay: expected one per new token, (B, T, H), with k and alpha_pages")
-        _check_dtype("alpha_pages", alpha_pages, q, torch.float64)
-        wanted = (*k_pages.shape[:2], q.shape[2])
-        if alpha_pages.shape != wanted:
-            raise ValueError(f"alpha_pages: expected (pages, P, H) = {wanted}, got {tuple(alpha_pages.shape)}")
-    elif per_token is not None:
-        raise ValueError("alpha_pages: expected a tensor with a log_decay per token, to store its running sum")
+        _check("alpha_pages", alpha_pages, q, torch.float64, "(pages, P, H)", (*k_pages.shape[:2], q.shape[2]))
     if first is not None:
-        _check_dtype("first", first, q, torch.int32)
-        if first.shape != (len(q), q.shape[2]) or not first.is_contiguous():
-            raise ValueError(f"first: expected contiguous (B, H) = {(len(q), q.shape[2])}, got {tuple(first.shape)}")
-    elif per_token is not None:
-        raise ValueError("first: expected a tensor with a log_decay per token, to store its resets")
+        _check("first", first, q, torch.int32, "contiguous (B, H)", (len(q), q.shape[2]))
+        if not first.is_contiguous():
+            raise ValueError(f"first: expected contiguous (B, H), got strides {first.stride()}")
 
 
-def _check_dtype(name: str, x: Tensor, q: Tensor, dtype: torch.dtype) -> None:
+def _check(name: str, x: Tensor, q: Tensor, dtype: torch.dtype, expected: str, shape: tuple[int, ...]) -> None:
     check_tensor(name, x, q.device)
     if x.dtype != dtype:
         raise TypeError(f"{name}: expected {dtype}, got {x.dtype}")
+    if x.shape != shape:
+        raise ValueError(f"{name}: expected {expected}, {shape}, got {tuple(x.shape)}")

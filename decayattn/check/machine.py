@@ -1,23 +1,23 @@
 """Facts that a defect may depend on: versions, GPUs, the backends that run here, and the choice of "auto"."""
 
 import collections
-import contextlib
 import importlib.metadata
 import importlib.util
 import itertools
 import os
 import platform
-import subprocess
 import sys
 from typing import Any
 
 import torch
+from torch.utils import collect_env
 
+import decayattn
+from decayattn import normalize
 from decayattn.backends import registry
 from decayattn.backends.runtime import interpreter
 from decayattn.check.calls import half
 from decayattn.check.processes import one_line
-from decayattn.problem import AttentionProblem, Inputs
 
 
 def versions() -> list[tuple[str, str]]:
@@ -32,32 +32,21 @@ def versions() -> list[tuple[str, str]]:
         gpus[f"{gpu.name}, capability {capability}, {gpu.total_memory / 2**30:.1f} GiB"] += 1
     kinds = [f"{count} x {kind}" for kind, count in gpus.items()] or ["none that torch can use"]
     return [
-        ("decayattn", version("decayattn")),
+        ("decayattn", decayattn.__version__),
         ("torch", f"{torch.__version__} ({build})"),
         ("Triton", version("triton")),
         ("numpy", version("numpy")),  # the interpreter uses it
         ("Python", platform.python_version()),
         ("OS", platform.platform()),
-        ("driver", _driver()),
+        ("driver", collect_env.get_nvidia_driver_version(collect_env.run) or "no nvidia-smi, or it fails"),
         *(("GPU", kind) for kind in kinds),
     ]
 
 
-def version(package: str) -> str:
-    """Installed version of a package, under any of its names."""
-    others = ("triton-rocm", "pytorch-triton-rocm", "triton-windows") if package == "triton" else ()
-    for name in (package, *others):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name) + ("" if name == package else f" ({name})")
-    return "not installed"
-
-
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "no nvidia-smi, or it fails"
+def version(module: str) -> str:
+    """Installed packages that contain the module (Triton has several names), with their versions."""
+    packages = {*importlib.metadata.packages_distributions().get(module, ())}
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages) or "not installed"
 
 
 def enable_interpreter(device: torch.device) -> None:
@@ -106,23 +95,16 @@ def choose(
         torch.empty(2, tokens, 8, head_dim, dtype=dtype or half(device), device=device)
         for tokens in (queries or length, length, length)
     )
-    inputs = Inputs(
-        q, k, v, torch.empty(2, length, 8, device=device), scale=head_dim**-0.5,
-        bias=torch.empty(1, 8, 1, length, device=device) if bias else None,
-    )
-    problem = AttentionProblem.of(q, v, inputs.log_decay, None, True, bias=inputs.bias)
+    log_decay = torch.empty(2, length, 8, device=device)
+    added = torch.empty(1, 8, 1, length, device=device) if bias else None
+    problem, inputs = normalize.dense(q, k, v, log_decay, None, True, bias=added)
     chosen: str = registry.select(problem, "auto")
     if chosen == "auto":
         chosen = registry.resolve(problem, "auto", inputs)
-    faster = itertools.takewhile(lambda name: name != chosen, registry.AUTOMATIC)
-    return chosen, *(f"not {name}: {_why_not(name, problem, inputs)}" for name in faster)
-
-
-def _why_not(name: str, problem: AttentionProblem, inputs: Inputs) -> str:
-    loaded = registry.load(name)
-    if isinstance(loaded, str):
-        return loaded
-    if problem.device.type == "cpu" and name == "triton":
-        return "on a CPU it can only be interpreted, which is for debugging"
-    reason = registry.unavailable(problem, name) or loaded.unsupported(problem, inputs)
-    return reason or "it is slower for so few tokens"
+    reasons = []
+    for name in itertools.takewhile(lambda name: name != chosen, registry.AUTOMATIC):
+        reason = registry.unavailable(problem, name) or registry.loaded(name).unsupported(problem, inputs)
+        if reason is None and device.type == "cpu":
+            reason = "on a CPU it can only be interpreted, which is for debugging"
+        reasons.append(f"not {name}: {reason or 'it is slower for so few tokens'}")
+    return chosen, *reasons

@@ -15,7 +15,7 @@ from decayattn.distributed import halo, ulysses
 from decayattn.distributed.collectives import Slices
 from decayattn.distributed.halo_plan import ViewLimits, make_plan, tolerance_share
 from decayattn.distributed.option_check import Option, OptionCheck
-from decayattn.normalize import autocast, inputs_of, integer, problem_of, window_of
+from decayattn.normalize import autocast, inputs_of, problem_of, window_of
 from decayattn.problem import AttentionProblem, BackendName, Inputs, SkipTolerance
 from decayattn.validation import check_arguments, check_bias, check_bool, check_count, check_offsets
 
@@ -91,16 +91,15 @@ def context_parallel_attention(
 
     The first collective of every call compares the options of the ranks. On a GPU the host waits for it only with new
     options; an assertion on the device checks later ones. A planned halo waits once per call, to size the exchange.
-    Activation checkpointing repeats the exchanges. A CUDA graph can hold heads mode, and a halo with a fixed reach,
-    after a call outside of it. torch.compile leaves the call to eager code.
+    A CUDA graph can hold heads mode, and a halo with a fixed reach, after a call outside of it with the same options.
+    torch.compile leaves the call to eager code.
 
     Raises:
         TypeError, ValueError: for every bad argument, by name, and if the ranks' options differ.
-        RuntimeError: under a transform of torch.func (vmap, grad). On every other rank if a rank raises in its checks
-            or in the plan; it names the rank. On a GPU, if an earlier call had these options, an assertion on the
-            device fails instead. An error in a rank's own kernels or in its backward is not reported: the others wait
-            until the group's timeout. In a CUDA graph, for a planned halo and for options without an earlier call.
-            Under torch.compile with fullgraph=True.
+        RuntimeError: on every other rank if a rank raises in its checks or in the plan; it names the rank. (An error in
+            a rank's own kernels or in its backward is not reported: the others wait until the group's timeout.) Under a
+            transform of torch.func, under torch.compile with fullgraph=True, and in a CUDA graph that cannot hold the
+            call.
     """
     only_heads = {
         "causal": causal, "bias": bias, "seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q,
@@ -127,7 +126,7 @@ def context_parallel_attention(
         )
         _check_mode(mode, reach, q, slices, only_heads, cu_seqlens is not None)
         check_bias(bias, q, k, sum(slices.lengths))
-        limits = limits._replace(reach=None if reach is None else integer(reach))
+        limits = limits._replace(reach=None if reach is None else check_count("reach", reach))
         kernels: str | None = registry.select(problem, backend)
         if kernels == "reference":
             kernels = None
@@ -265,10 +264,7 @@ def _checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
     if not isinstance(lengths, Iterable) or isinstance(lengths, str):
         raise TypeError(f"lengths: expected a number of tokens for each rank, got {lengths!r}")
-    numbers = tuple(lengths)
-    for number in numbers:
-        check_count("lengths", number)
-    return tuple(map(integer, numbers))
+    return tuple(check_count("lengths", number) for number in lengths)
 
 
 def _checked_slices(q: Tensor, k: Tensor, lengths: Sequence[int] | None, group: dist.ProcessGroup) -> Slices:
@@ -276,7 +272,7 @@ def _checked_slices(q: Tensor, k: Tensor, lengths: Sequence[int] | None, group: 
     if k.shape[1] != own:
         raise ValueError(f"k: expected the sequence length of q, {own}, got {k.shape[1]}")
     found = (own,) * ranks if lengths is None else _checked_lengths(lengths)
-    if len(found) != ranks or found[rank] != own or min(found) < 0:
+    if len(found) != ranks or found[rank] != own:
         raise ValueError(
             f"lengths: expected the number of tokens of each of {ranks} ranks, with {own} for rank {rank}, got {found}"
         )
@@ -291,10 +287,7 @@ def _checked_longest(q: Tensor, slices: Slices, cu_seqlens: Tensor | None, max_s
             raise ValueError(f"q: expected shape (1, T, H, D) with cu_seqlens, got {tuple(q.shape)}")
     elif max_seqlen is not None:
         raise ValueError("max_seqlen: expected only with cu_seqlens")
-    if max_seqlen is None:
-        return sum(slices.lengths)
-    check_count("max_seqlen", max_seqlen)
-    return integer(max_seqlen)
+    return sum(slices.lengths) if max_seqlen is None else check_count("max_seqlen", max_seqlen)
 
 
 def _check_mode(
@@ -302,16 +295,16 @@ def _check_mode(
 ) -> None:
     if mode not in MODES:
         raise ValueError(f"mode: expected 'halo' or 'heads', got {mode!r}")
-    if reach is not None:
-        check_count("reach", reach)
-        if mode == "heads":
-            raise ValueError("reach: expected only with mode='halo'")
     given = [name for name, x in only_heads.items() if name != "causal" and x is not None]
-    if mode == "halo" and not only_heads["causal"]:
-        raise ValueError("causal: expected True with mode='halo', which fetches earlier keys; 'heads' takes False")
-    if mode == "halo" and given:
-        raise ValueError(f"{given[0]}: expected None with mode='halo'; 'heads' takes it")
-    if mode == "heads" and q.shape[2] % slices.ranks:
+    if mode == "halo":
+        if not only_heads["causal"]:
+            raise ValueError("causal: expected True with mode='halo', which fetches earlier keys; 'heads' takes False")
+        if given:
+            raise ValueError(f"{given[0]}: expected None with mode='halo'; 'heads' takes it")
+        return
+    if reach is not None:
+        raise ValueError("reach: expected only with mode='halo'")
+    if q.shape[2] % slices.ranks:
         raise ValueError(
             f"mode: expected query heads in a multiple of the {slices.ranks} ranks with 'heads', got "
             f"{q.shape[2]}; 'halo' takes any number"

@@ -15,11 +15,9 @@ eps(accumulator) is float32's. For float64 inputs the oracle is no more exact th
 float64's and A is multiplied by 1 + max |S|: exp turns an absolute error of eps·|S| in a score into a relative one.
 
 A norm with few independent entries makes one rounding a matter of chance: a constant decay's gradient is one value per
-head. So ‖eager − x64‖ is the largest of up to 16 roundings of the same values (`DRAWS`), each with its own orders of
-summation. For 16-bit inputs P is rounded relative to a number per row, as in an online softmax, and half of the draws
-truncate scores, as tensor cores do. There the decay is added in two parts (DERIVATION.md, section 8). A result that
-exceeds its budget by less than a factor of 2 gets 64 roundings (`MORE_DRAWS`). Nothing is tuned by hand, and nothing
-needs Triton.
+head. So ‖eager − x64‖ is the largest of up to 16 roundings of the same values (`DRAWS`), each in its own way that a
+kernel may round (`explicit_attention`). A result that exceeds its budget by less than a factor of 2 gets 64 roundings
+(`MORE_DRAWS`). Nothing is tuned by hand, and nothing needs Triton.
 
 The verdict of a comparison is "ok", "wrong", or "cannot tell": the budget is no smaller than the result, so zeros would
 pass. Results that are 0 by contract must be exactly 0: the gradients of a first λ and of a reset, of rows that see no

@@ -1,17 +1,15 @@
 """Comparison of decay_attention and decay_attention_varlen with their error budgets."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decayattn.normalize import window_of
+from decayattn import normalize
 from decayattn.problem import AttentionProblem, BackendName, without_autocast
 from decayattn.testing.call import Arguments, Call, Comparison, bounds_of
 from decayattn.testing.table import Row, format_table
-from decayattn.validation import check_arguments, check_packed_arguments
 
 # Factors of the eager evaluations. The output gradients (or the loss), the scores and P before its rounding are
 # multiplied by a factor, which is divided out at the end: the same values, rounded differently. Every factor also adds
@@ -28,14 +26,10 @@ GRADIENT_SEED = 0x0D0
 
 
 class Budget:
-    """Budget of one call's results, from as many eager evaluations as needed.
-
-    Args:
-        call: the call.
-        x64: its oracle by tensor, for all judged tensors.
-    """
+    """Budget of one call's results, from as many eager evaluations as needed."""
 
     def __init__(self, call: Call, x64: dict[str, Tensor]) -> None:
+        """x64: the oracle of all judged tensors."""
         self.call, self.x64, self.sizes = call, x64, call.sizes()
         self.eager_error = {name: call.distance(name, x, x) for name, x in x64.items()}
 
@@ -128,24 +122,13 @@ def verify_attention(
         One Comparison per tensor: out, lse, dq, dk, dv, and, for arguments that are floating tensors, dlog_decay,
         dscale, dbias and dsink.
     """
-    check_arguments(
-        q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias
-    )
-    lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k}
-
-    def extents(first: Tensor | None, end: Tensor | None, axis: int) -> list[tuple[int, int]]:
-        firsts = [0] * len(q) if first is None else first.tolist()
-        ends = [axis] * len(q) if end is None else end.tolist()
-        return [_extent(start, stop, axis) for start, stop in zip(firsts, ends, strict=True)]
-
-    sequences = None
-    if any(x is not None for x in lengths.values()):
-        parts = zip(extents(leftpad_q, seqused_q, q.shape[1]), extents(leftpad_k, seqused_k, k.shape[1]), strict=True)
-        sequences = [(*rows, *tokens) for rows, tokens in parts]
-    inputs = Arguments(q, k, v, log_decay, scale, bias, sink)
-    problem = _problem(inputs, causal, window_size, sequences, None)
-    options |= {"window_size": window_size, **lengths}
-    return _judge(problem, inputs, sequences, grad_out, grad_lse, heads, backend, options)
+    arguments = Arguments(q, k, v, log_decay, scale, bias, sink)
+    given = {
+        "window_size": window_size, "seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q,
+        "leftpad_k": leftpad_k,
+    }
+    problem, inputs = normalize.dense(**arguments._asdict(), causal=causal, **given)
+    return _judge(problem, arguments, inputs.bounds, grad_out, grad_lse, heads, backend, options | given)
 
 
 def verify_attention_varlen(
@@ -168,75 +151,30 @@ def verify_attention_varlen(
     heads: Sequence[tuple[int, int]] | None = None,
     **options: Any,
 ) -> list[Comparison]:
-    """Run decay_attention_varlen forward and backward on these inputs, and compare every sequence with the budget.
+    """verify_attention for decay_attention_varlen; a pair of `heads`, and the head of a Comparison, is (sequence, head).
 
-    Args:
-        q, k, v, log_decay, cu_seqlens_q, cu_seqlens_k, scale, causal, window_size, sink: as in decay_attention_varlen.
-            Tokens outside of the sequences are judged separately, as sequence −1: for any contents, their results must
-            be exactly those that decay_attention_varlen promises.
-        max_seqlen_q, max_seqlen_k: default: the longest of the sequences.
-        grad_out, grad_lse: gradients of out (total_q, H, D_v) and lse (H, total_q).
-        heads: (sequence, query head) pairs to judge, as in verify_attention.
-        backend, options: as in verify_attention.
-
-    Returns:
-        One Comparison per tensor, as verify_attention; its head is (sequence, head).
+    Tokens outside of the sequences are judged as sequence −1. max_seqlen_q and max_seqlen_k are by default the longest
+    of the sequences. grad_out and grad_lse are those of out (total_q, H, D_v) and lse (H, total_q).
     """
-    max_seqlen_q = _longest(cu_seqlens_q) if max_seqlen_q is None else max_seqlen_q
-    max_seqlen_k = _longest(cu_seqlens_k) if max_seqlen_k is None else max_seqlen_k
-    check_packed_arguments(
-        q, k, v, log_decay, scale, causal, window_size, sink, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    )
-    ends = zip(*(itertools.pairwise(x.tolist()) for x in (cu_seqlens_q, cu_seqlens_k)), strict=True)
-    sequences = [
-        (*_extent(row, row_end, len(q), max_seqlen_q), *_extent(token, token_end, len(k), max_seqlen_k))
-        for (row, row_end), (token, token_end) in ends
-    ]
+    longest_q, longest_k = (max([0, *offsets.diff().tolist()]) for offsets in (cu_seqlens_q, cu_seqlens_k))
+    given = {
+        "window_size": window_size, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": longest_q if max_seqlen_q is None else max_seqlen_q,
+        "max_seqlen_k": longest_k if max_seqlen_k is None else max_seqlen_k,
+    }
+    problem, inputs = normalize.packed(q, k, v, log_decay, scale, causal, sink=sink, skip_tolerance=None, **given)
     if isinstance(log_decay, Tensor) and log_decay.ndim == 2:
         log_decay = log_decay[None]
-    inputs = Arguments(q[None], k[None], v[None], log_decay, scale, None, sink)
-    problem = _problem(inputs, causal, window_size, sequences, (max_seqlen_q, max_seqlen_k))
+    arguments = Arguments(*inputs[:3], log_decay, scale, None, sink)
     grad_out, grad_lse = (x if x is None else x[None] for x in (grad_out, grad_lse))
-    options |= {
-        "window_size": window_size, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
-    }
-    return _judge(problem, inputs, sequences, grad_out, grad_lse, heads, backend, options)
-
-
-def _longest(offsets: Tensor) -> int:
-    return max([0, *offsets.diff().tolist()])
-
-
-def _extent(start: int, end: int, axis: int, longest: int | None = None) -> tuple[int, int]:
-    """Begin and length of the part of [start, end) on the axis."""
-    start, end = min(max(start, 0), axis), min(max(end, 0), axis)
-    length = max(0, end - start)
-    return start, length if longest is None else min(length, longest)
-
-
-def _problem(
-    inputs: Arguments,
-    causal: bool,
-    window_size: tuple[int, int] | None,
-    sequences: Sequence[tuple[int, int, int, int]] | None,
-    longest: tuple[int, int] | None,
-) -> AttentionProblem:
-    q, log_decay = inputs.q, inputs.log_decay
-    if log_decay is not None and not (isinstance(log_decay, Tensor) and log_decay.ndim):
-        log_decay = q.new_zeros(q.shape[2])  # only its shape matters here
-    bounds = None if sequences is None else torch.tensor(sequences, dtype=torch.int32).reshape(-1, 4)
-    row_scale = inputs.scale if isinstance(inputs.scale, Tensor) else None
-    window = window_of(window_size, causal)
-    return AttentionProblem.of(q, inputs.v, log_decay, row_scale, causal, window, bounds, longest, inputs.bias)
+    return _judge(problem, arguments, inputs.bounds, grad_out, grad_lse, heads, backend, options | given)
 
 
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _judge(
-    problem: AttentionProblem, inputs: Arguments, sequences: Sequence[tuple[int, int, int, int]] | None,
-    grad_out: Tensor | None, grad_lse: Tensor | None, heads: Sequence[tuple[int, int]] | None,
-    backend: BackendName, options: dict[str, Any],
+    problem: AttentionProblem, inputs: Arguments, sequences: Tensor | None, grad_out: Tensor | None,
+    grad_lse: Tensor | None, heads: Sequence[tuple[int, int]] | None, backend: BackendName, options: dict[str, Any],
 ) -> list[Comparison]:
     batch, rows, num_heads, device = problem.batch, problem.query_length, problem.num_heads, problem.device
     like: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(GRADIENT_SEED), "device": device}
@@ -245,7 +183,7 @@ def _judge(
     if grad_lse is None:
         grad_lse = torch.randn(batch, num_heads, rows, dtype=problem.accumulator_dtype, **like)
     inputs, grad_out, grad_lse = inputs.detach(), grad_out.detach(), grad_lse.detach()
-    all_bounds = bounds_of(problem, sequences)
+    all_bounds = bounds_of(problem, None if sequences is None else sequences.tolist())
     pairs = [(bounds, head) for bounds in all_bounds for head in range(num_heads)]
     if heads is not None:
         if unknown := set(heads) - {(bounds.number, head) for bounds, head in pairs}:

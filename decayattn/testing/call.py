@@ -7,7 +7,7 @@ Comparison compares one result with its budget.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,8 +63,6 @@ class Comparison(Row):
     (sequence, head); sequence −1 is the tokens outside of them.
     """
 
-    HEADINGS: ClassVar = ("tensor", "head")
-
     name: str
     head: tuple[int, int]
     error: float
@@ -74,8 +72,8 @@ class Comparison(Row):
     verdict: Verdict
 
     @property
-    def labels(self) -> tuple[str, ...]:
-        return self.name, f"{self.head[0]}, {self.head[1]}"
+    def labels(self) -> dict[str, str]:
+        return {"tensor": self.name, "head": f"{self.head[0]}, {self.head[1]}"}
 
 
 NORMS = {"frobenius": 2, "maximum": math.inf}

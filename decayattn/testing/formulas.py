@@ -13,13 +13,10 @@ SCORES_AT_ONCE = 2**25
 
 # Smallest probability of a visible key in A, so that A is 0 only where nothing is summed
 FAINTEST = 1e-200
-
 # A factor with a long mantissa, between those of attention.DRAWS
 ELSEWHERE = 2.0 ** (1 / 32)
-
 # Products of 16-bit factors that a tensor core adds to a sum at once
 PRODUCTS_AT_ONCE = 16
-
 # Keys (or rows) that an evaluation adds to a sum at once: kernels go key by key, or tile by tile
 TOKENS_AT_ONCE = (1, 32)
 # upper bound on the steps of a sum; longer sums add more terms at once
@@ -58,9 +55,8 @@ def explicit_attention(
         rounding: dtype to which P, dS and out are rounded, as a kernel for inputs of that dtype must; None: none.
         factor: the scores and P are rounded as multiples by this factor, as kernels hold scores as multiples by log2 e.
             Every factor but 1 also has its own order of the products of a score. Above 16 bits it has its own order of
-            the keys in P·V and in the sum of P, and of the rows in dv. For 16 bits it has its own number per row,
-            relative to which P is rounded (`_anchor`). Half of the factors truncate the sums of scores
-            (`_products_cut_off`), half form dS from the rounded P (`_p_in_ds`), half round Δ's out (`_out_in_delta`).
+            the keys in P·V and in the sum of P, and of the rows in dv. For 16 bits it has its own `_anchor`,
+            `_products_cut_off`, `_p_in_ds` and `_out_in_delta`.
         absolute: every term enters with its absolute value, so no sum cancels. P is the true P. A result is 0 only
             where nothing is summed; that of λ only where its gradient is 0 by contract.
         prefix_block: tokens of a block. With absolute, the decay of a score counts as the difference of two prefixes
@@ -215,13 +211,11 @@ def _products(q: Tensor, k: Tensor, factor: float) -> Tensor:
     """q·k as (N, rows, keys). A factor other than 1 adds the products one by one, in its own two orders.
 
     The exponential turns the rounding of a large score into a relative error of P, and most of that rounding comes from
-    this sum: for D = 165, 8 times that of the multiplication by the scale. One matrix product would give all factors
-    the same sample of this error. It would also be smaller than that of a kernel's plain sum if the BLAS adds slices of
-    D separately.
+    this sum: for D = 165, 8 times that of the multiplication by the scale.
 
     A kernel rounds equal scores differently: a full tile fuses the scale with the subtraction of the maximum, a partial
-    tile rounds the score first. On an H200 that moved P of equal keys by 2e-4 at scores of 5,000. So every matrix of
-    scores has two orders (`_of_second_order`).
+    tile rounds the score first. On an H200 that moved P of equal keys by 2e-4 at scores of 5,000. So half of the scores
+    are added in the second order.
     """
     if factor == 1.0:
         return q @ k.mT
@@ -264,11 +258,11 @@ def _over_tokens(p: Tensor, x: Tensor, factor: float) -> Tensor:
 
 
 def _anchor(scores: Tensor, factor: float, start: int, dtype: torch.dtype) -> Tensor | None:
-    """Number per row (N, rows) relative to which P is rounded to 16 bits, in the factor's own online softmax.
+    """Number per row (N, rows) relative to which P is rounded to 16 bits; None: P is normalised first.
 
-    Kinds 2 and 3: the row's maximum. It is rounded, because kernels fuse the scale with the subtraction for the scores,
-    but not for the maximum; for large scores this error exceeds a 16-bit rounding. Kind 1: a different number in every
-    row, like a maximum that lags behind. None: P is normalised first.
+    Kind 1: a different number in every row, like a maximum that lags behind. Kinds 2 and 3: the row's maximum, rounded,
+    because kernels fuse the scale with the subtraction for the scores only; for large scores this error exceeds a
+    16-bit rounding.
     """
     if (kind := _kind(factor)) == 0:
         return None
@@ -292,17 +286,16 @@ def _online_softmax(
 
 
 def _out_in_delta(out: Tensor, rounded: Callable[[Tensor], Tensor], factor: float) -> Tensor:
-    """out for Δ. Factors that round P relative to a row's maximum round it differently from the returned out.
+    """out for Δ: factors that round P alike, relative to a row's maximum, round it differently from the returned out.
 
-    These factors round P alike. With the same out, too, a value that all rows add to would have nearly the same error
-    for all of them: for example the gradient of a constant rate.
+    Otherwise a value that all rows add to, as the gradient of a constant rate, would have one error for all of them.
     """
     multiple = factor if _kind(factor) > 1 else 1.0
     return rounded(out * multiple) / multiple
 
 
 def _p_in_ds(p: Tensor, p_rounded: Tensor, factor: float) -> Tensor:
-    """P for dS: rounded for half of the factors, equally often with each kind of `_anchor` and of sum."""
+    """P for dS: rounded for half of the factors."""
     return p_rounded / factor if _draw(factor) // 32 % 2 == 1 else p
 
 

@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -38,8 +38,6 @@ SAME_RANDOM_NUMBERS = 1e-2
 class GradientRow(Row):
     """Error and budget of one parameter's gradient, in the norm with the largest ratio."""
 
-    HEADINGS: ClassVar = ("parameter", "decay")
-
     parameter: str
     is_decay: bool
     precision: str
@@ -52,8 +50,8 @@ class GradientRow(Row):
     verdict: Verdict
 
     @property
-    def labels(self) -> tuple[str, ...]:
-        return self.parameter, "λ" if self.is_decay else ""
+    def labels(self) -> dict[str, str]:
+        return {"parameter": self.parameter, "decay": "λ" if self.is_decay else ""}
 
 
 @torch.inference_mode(False)
@@ -134,7 +132,8 @@ def compare_model_gradients(
         oracle, noise = _deterministic(model, gradients, states)
         if tested is None:
             tested = in_own_precision(backend)
-        decay = _decay_parameters(model)
+        decays = [layer.decay for layer in _attention_layers(model) if layer.decay is not None]
+        of_decays = {parameter for decay in decays for parameter in decay.parameters()}
         dtype = own if autocast is None else autocast
         eager: list[dict[str, Tensor]] = []
         rows: list[GradientRow] = []
@@ -145,7 +144,7 @@ def compare_model_gradients(
                     eager.append(in_own_precision("reference", factor))
             rows = [
                 _gradient_row(
-                    name, name in decay, dtype, p.dtype, tested[name].detach().double(), oracle[name],
+                    name, p in of_decays, dtype, p.dtype, tested[name].detach().double(), oracle[name],
                     [x[name] for x in eager], noise[name],
                 )
                 for name, p in parameters.items()
@@ -172,8 +171,8 @@ def _deterministic(
         raise ValueError("loss: expected one that depends on the model passed to it, got only gradients of 0")
     if states() != second:
         raise ValueError(
-            f"loss: expected a deterministic one, got random numbers that {_drawing_part(model, gradients, states)} "
-            "draws; call model.eval(), set dropout to 0, or seed the random numbers inside the loss"
+            "loss: expected a deterministic one, got one that draws random numbers; call model.eval(), set dropout to "
+            "0, or seed the random numbers inside the loss"
         )
     noise = {name: float((x - again[name]).norm()) for name, x in oracle.items()}
     if any(noise[name] > max(SAME * float(x.norm()), ROUNDING * total) for name, x in oracle.items()):
@@ -235,37 +234,10 @@ def _random_numbers(device: torch.device) -> Iterator[Callable[[], tuple]]:
             numpy.random.set_state(before[1])
 
 
-def _drawing_part(
-    model: nn.Module, gradients: Callable[..., dict[str, Tensor]], states: Callable[[], tuple]
-) -> str:
-    """The innermost module that draws random numbers, in words."""
-    drawing: list[str] = []  # a module ends after its callees
-    fresh = copy.deepcopy(model).double()
-    for name, module in fresh.named_modules():
-        before: list[tuple] = []
-        module.register_forward_pre_hook(lambda *_, before=before: before.append(states()))
-        module.register_forward_hook(
-            lambda *_, before=before, name=name: drawing.append(name) if states() != before.pop() else None
-        )
-    gradients(fresh, "reference", torch.float64, None)
-    if not drawing:
-        return "the loss itself"
-    module = fresh.get_submodule(drawing[0])
-    named = f"module {drawing[0]!r}" if drawing[0] else "the model"
-    return f"{named} ({type(module).__name__}{', in training mode' if module.training else ''})"
-
-
 def _attention_layers(model: nn.Module) -> "list[DecayFlashAttention]":
     from decayattn.nn.attention import DecayFlashAttention  # the layer may use this module
 
     return [module for module in model.modules() if isinstance(module, DecayFlashAttention)]
-
-
-def _decay_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters of every layer's decay module, the user's own ones included."""
-    decays = [layer.decay for layer in _attention_layers(model) if layer.decay is not None]
-    owned = {parameter for decay in decays for parameter in decay.parameters()}
-    return {name for name, p in model.named_parameters() if p in owned}
 
 
 def _mapped(nested: Any, function: Callable[[Tensor], Any]) -> Any:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 Verdict = Literal["ok", "wrong", "cannot tell"]
 
@@ -10,7 +10,6 @@ Verdict = Literal["ok", "wrong", "cannot tell"]
 class Row:
     """Line of the table: labels, figures and verdict. "cannot tell": the budget is no smaller than the result."""
 
-    HEADINGS: ClassVar[tuple[str, ...]]  # headings of `labels`
     error: float
     budget: float
     relative_error: float
@@ -18,7 +17,8 @@ class Row:
     verdict: Verdict
 
     @property
-    def labels(self) -> tuple[str, ...]:
+    def labels(self) -> dict[str, str]:
+        """Cells before the figures, by heading."""
         raise NotImplementedError
 
     @property
@@ -30,10 +30,10 @@ def format_table(rows: Sequence[Row]) -> str:
     """Comparisons or gradient rows as an aligned monospace table; decay parameters are marked with λ."""
     if not rows:
         return "(nothing to compare)"
-    cells: list[tuple[Any, ...]] = [(*rows[0].HEADINGS, "relative error", "error", "budget", "norm", "verdict")]
+    cells: list[tuple[Any, ...]] = [(*rows[0].labels, "relative error", "error", "budget", "norm", "verdict")]
     for row in rows:
         numbers = (f"{x:.2e}" for x in (row.relative_error, row.error, row.budget))
-        cells.append((*row.labels, *numbers, row.norm, "VIOLATED" if row.verdict == "wrong" else row.verdict))
+        cells.append((*row.labels.values(), *numbers, row.norm, "VIOLATED" if row.verdict == "wrong" else row.verdict))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
     return "\n".join([lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]])
