@@ -92,7 +92,8 @@ def decay_attention_paged(
         max_seqlen = check_count("max_seqlen", max_seqlen)
     for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
         if new is not None:
-            _check(name, new, q, q.dtype, f"the tokens of q and heads of {name}_pages", (*q.shape[:2], *pages.shape[2:]))
+            shape = (*q.shape[:2], *pages.shape[2:])
+            _check(name, new, q, q.dtype, f"the tokens of q and the heads of {name}_pages", shape)
     _check_decay(q, k_pages, k, per_token, inputs.log_decay, alpha_pages, first)
     refuse_gradients(q=q, k=k, v=v, k_pages=k_pages, v_pages=v_pages, log_decay=log_decay, scale=scale, sink=sink)
     decoder = registry.decoder(backend, q.dtype, q.device)

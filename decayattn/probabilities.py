@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,13 +47,12 @@ def attention_rows(
         TypeError, ValueError: for every bad argument, by name. On a GPU, an index in `rows` out of range fails a device
             assertion.
     """
-    dtensor.refuse(
+    tensors: dict[str, Any] = dict(
         q=q, k=k, log_decay=log_decay, scale=scale, bias=bias, sink=sink, seqused_q=seqused_q, seqused_k=seqused_k,
         leftpad_q=leftpad_q, leftpad_k=leftpad_k,
     )
-    problem, inputs = normalize.dense(
-        q, k, k, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias
-    )
+    dtensor.refuse(**tensors)
+    problem, inputs = normalize.dense(**tensors, v=k, causal=causal, window_size=window_size)
     _, _, _, log_decay, row_scale, bounds, bias, _, _ = inputs
     rows = _checked_rows(rows, q.shape[1], q.device)
     i, token = (rows + first_position(problem))[None], torch.arange(k.shape[1], device=q.device)

@@ -331,26 +331,20 @@ def _attend_sequences(problem: AttentionProblem, inputs: Inputs, bounds: Tensor)
     """
     entry = torch.arange(bounds.shape[0], device=problem.device)
     entry = torch.zeros_like(entry) if problem.layout == "packed" else entry
-    longest = within(problem.longest_query, problem.query_length), within(problem.longest_key, problem.key_length)
-    alike: dict[tuple[int, int], list[int]] = {}
-    sequences = bounds.tolist() if bounds.device.type == "cpu" and not _is_traced(inputs) else []
-    for n, (_, rows, _, keys) in enumerate(sequences):
-        if rows and keys:
-            alike.setdefault((rows.bit_length(), keys.bit_length()), []).append(n)
-    if alike:
-        results = []
-        for some in alike.values():
-            lengths = [(sequences[n][1], sequences[n][3]) for n in some]
-            first = [keys - rows for rows, keys in lengths]
-            longest_query, longest_key = (max(x) for x in zip(*lengths, strict=True))
-            results.append(
-                _attend_cut(
-                    problem, inputs, bounds[some], entry[some], longest_query, longest_key, (min(first), max(first))
-                )
-            )
-    else:  # even if no sequence has rows and keys: the results stay in the inputs' graph
-        longest = (0, 0) if sequences else longest
+    if bounds.device.type != "cpu" or _is_traced(inputs):
+        longest = within(problem.longest_query, problem.query_length), within(problem.longest_key, problem.key_length)
         results = [_attend_cut(problem, inputs, bounds, entry, *longest, None)]
+    else:
+        sequences, alike = bounds.tolist(), dict[tuple[int, int], list[int]]()
+        for n, (_, rows, _, keys) in enumerate(sequences):
+            if rows and keys:
+                alike.setdefault((rows.bit_length(), keys.bit_length()), []).append(n)
+        results = []
+        for some in alike.values() or [[]]:  # at least one, so that the results are in the inputs' graph
+            rows_of, keys_of = ([sequences[n][column] for n in some] for column in (1, 3))
+            first = [keys - rows for rows, keys in zip(rows_of, keys_of, strict=True)]
+            limits = max(rows_of, default=0), max(keys_of, default=0), (min(first, default=0), max(first, default=0))
+            results.append(_attend_cut(problem, inputs, bounds[some], entry[some], *limits))
     sink, heads = inputs.sink, problem.num_heads
     dtype, everywhere = accumulator_dtype(problem), (problem.batch, problem.query_length + 1, heads)
     if sink is None:

@@ -120,8 +120,6 @@ def integer(number: int) -> int:
 
 def is_finite(number: float, dtype: torch.dtype = torch.float64) -> bool:
     """True if a number is finite in the arithmetic of inputs of this dtype: float32, or float64 for float64."""
-    if -1e4 < number < 1e4:
-        return True  # fast path
     # an int may be too large for a float; a numpy number casts the other operand of a comparison
     number = number if isinstance(number, int) else float(number)
     return abs(number) <= (_LARGEST_FLOAT64 if dtype == torch.float64 else _LARGEST_FLOAT32)

@@ -32,10 +32,9 @@ def usable_device(text: str) -> torch.device:
     raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N, got {text!r}")
 
 
-def row(*cells: str, widths: Sequence[int] = ()) -> None:
-    """Print a line and flush it."""
-    padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)] + [*cells[len(widths) :]]
-    print("  " + "  ".join(padded).rstrip(), flush=True)
+def row(text: str, first: str | None = None) -> None:
+    """Print a line of a table, with the first column if there is one."""
+    print("  " + (text if first is None else f"{first:9}  {text}").rstrip(), flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,10 +80,10 @@ def report_machine(device: torch.device, unchecked: dict[str, str], wrong: list[
     """Print versions, backends and the choice of "auto"; append the faults to `wrong`."""
     print("Versions")
     for name, found in machine.versions():
-        row(name, found, widths=(9,))
+        row(found, name)
     print("\nBackends")
     for name in registry.NAMES[1:]:
-        row(name, unchecked.get(name, "runs here"), widths=(9,))
+        row(unchecked.get(name, "runs here"), name)
     print('\nThe backend of backend="auto" (B2 T1024 H8 unless said, causal, decay per token)')
     calls_of: dict[tuple[str, ...], list[str]] = {}  # by choice and reasons
     for name, call in machine.CALLS.items():
@@ -94,26 +93,26 @@ def report_machine(device: torch.device, unchecked: dict[str, str], wrong: list[
             calls_of.setdefault(("ERROR", one_line(error)), []).append(name)
             wrong.append(f'backend="auto", {name}: {one_line(error)}')
     for (chosen, *reasons), names in calls_of.items():
-        row(chosen, "; ".join(names), widths=(9,))
+        row("; ".join(names), chosen)
         for reason in reasons:
-            row("", reason, widths=(9,))
+            row(reason, "")
 
 
 def report_errors(cases: Sequence[Case], verdicts: Iterable[Verdict | str], wrong: list[str]) -> set[str]:
     """Print the table of errors, append the faults to `wrong`, and return the backends that have them."""
     print("\nErrors against float64, as fractions of the error budget (above 1: FAIL)")
-    widths = (9, max(len(case.name) for case in cases), 7, 6, 10)
-    row("backend", "call", "seconds", "worst", "of", widths=widths)
+    width = max(len(case.name) for case in cases)
+    row(f"{'call':{width}}  seconds   worst  of", "backend")
     faulty, fallbacks = set(), dict[str, None]()  # ordered
     for case, verdict in zip(cases, verdicts, strict=True):
         if isinstance(verdict, str):
-            cells, fault = ["", "ERROR", verdict], verdict
+            found, fault = f"{'':7}   ERROR  {verdict}", verdict
         else:
-            worst, mark = f"{verdict.fraction:.2f}", "ok" if verdict.passed else "FAIL"
-            cells = [f"{verdict.seconds:7.1f}", worst, verdict.tensor, mark]
-            fault = "" if verdict.passed else f"{verdict.tensor} is {worst} times its error budget"
+            mark = "ok" if verdict.passed else "FAIL"
+            found = f"{verdict.seconds:7.1f}  {verdict.fraction:6.2f}  {verdict.tensor:10}  {mark}"
+            fault = "" if verdict.passed else f"{verdict.tensor} is {verdict.fraction:.2f} times its error budget"
             fallbacks |= dict.fromkeys(verdict.fallbacks)
-        row(case.backend, case.name, *cells, widths=widths)
+        row(f"{case.name:{width}}  {found}", case.backend)
         if fault:
             faulty.add(str(case.backend))
             wrong.append(f"{case.backend}, {case.name}: {fault}")

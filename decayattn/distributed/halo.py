@@ -6,10 +6,9 @@ packed sequences, or two calls::
     near   the first rows: they need keys of other ranks
     far    the other rows: they see nothing before their slice
 
-In the backward the near call comes first: its gradients of other ranks' keys are sent while the far call computes. If
-the near call has few rows, and so little to send, the far call comes first: after the forward's wait, the host then
-gives the GPU work sooner. Both calls write into one dq. The near call's gradients of the slice's keys are added to the
-far call's in the launch that adds the rows from other ranks.
+In the backward the near call comes first: its gradients of other ranks' keys are sent while the far call computes.
+Both calls write into one dq. The near call's gradients of the slice's keys are added to the far call's in the launch
+that adds the rows from other ranks.
 """
 
 import functools
@@ -42,8 +41,6 @@ from decayattn.problem import (
 # Divisors of a slice's length: the near call has one such part of its rows, or all. Only a few numbers, so that
 # launches are mostly cached
 _PARTS = 32, 16, 8, 4, 2
-# the near call has few rows if they are at most 1/_FEW_ROWS of the slice
-_FEW_ROWS = 8
 
 
 class Settings(NamedTuple):
@@ -82,7 +79,7 @@ def attention(
             key_decay = registry.loaded(kernels).decay_of_keys(problem, inputs)
         prefix = None if key_decay is None else key_decay.prefix
         plan, terms = make_plan(slices, problem, inputs, limits, tolerance if planned else 0.0, check, prefix)
-    rows = slices.length if packed else _near_rows(plan, waits, 1 if terms is None else GRANULE)
+    rows = slices.length if packed else _near_rows(plan, 1 if terms is None else GRANULE)
     if terms is not None:
         terms = terms[0], terms[1][:, :, rows // GRANULE :]  # of blocks and of granules
     settings = Settings(plan, rows, limits, tolerance, backend, runs_kernels, return_lse, inputs.scale)
@@ -136,26 +133,20 @@ class TwoCalls(torch.autograd.Function):
             needed = needs_k, needs_v, needs_decay and per_token
             return [x if is_needed else None for x, is_needed in zip(grads, needed, strict=True)]
 
-        def far_call():
-            return gradients(_far(inputs, settings), of_far, slice(rows, length)) if rows < length else None
-
-        far_first = rows * _FEW_ROWS <= length
-        near, far = None, far_call() if far_first else None
-        near_keys = of_keys(*extended)  # without a near call: only for dtypes and widths
+        calls, near_keys = [], of_keys(*extended)  # without a near call: only for dtypes and widths
         if ctx.has_near:
             near = gradients(_near(inputs, extended, settings), of_near, slice(0, rows))
-            near_keys = of_keys(near.dk, near.dv, near.d_log_decay)
+            calls, near_keys = [near], of_keys(near.dk, near.dv, near.d_log_decay)
         exchanges = any(x is not None for x in near_keys)
         returned = return_gradients(plan, near_keys, runs_kernels) if exchanges else None
-        if not far_first:
-            far = far_call()
-        if far is None:
-            totals = [None if x is None else x[:, plan.halo :] for x in near_keys]
+        if rows < length:
+            far = gradients(_far(inputs, settings), of_far, slice(rows, length))
+            calls.append(far)
+            added, totals = rows, of_keys(far.dk, far.dv, far.d_log_decay)
         else:
-            totals = of_keys(far.dk, far.dv, far.d_log_decay)
+            added, totals = 0, [None if x is None else x[:, plan.halo :] for x in near_keys]
         if returned is not None:
-            totals = add_returned(plan, returned, totals, near_keys, 0 if far is None else rows, runs_kernels)
-        calls = [x for x in (near, far) if x is not None]
+            totals = add_returned(plan, returned, totals, near_keys, added, runs_kernels)
         dk, dv, d_log_decay = totals
         if needs_decay and not per_token:
             d_log_decay = functools.reduce(operator.add, [x.d_log_decay for x in calls])
@@ -232,17 +223,13 @@ def _near(inputs: Inputs, extended: Sequence[Any], settings: Settings) -> Call:
     return Call.of(near._replace(bounds=torch.stack(bounds, 1)), settings, (longest_query, longest_key))
 
 
-def _near_rows(plan: HaloPlan, waited: bool, multiple: int) -> int:
+def _near_rows(plan: HaloPlan, multiple: int) -> int:
     """Number of this rank's near rows, which include its rows that see the halo.
 
-    If the host has waited for the plan, they are the smallest part of the slice, in a multiple, that is enough on every
-    rank: all ranks then reach the exchange at the same time. Otherwise they are the rows that see the halo, or all rows
-    if these are more than half of them on any rank.
+    They are the smallest part of the slice, in a multiple, that is enough on every rank: all ranks then reach the
+    exchange at the same time.
     """
     lengths, rank = plan.slices.lengths, plan.slices.rank
-    if not waited:
-        few = all(2 * seeing <= length for seeing, length in zip(plan.rows, lengths, strict=True))
-        return plan.rows[rank] if few else lengths[rank]
     for part in _PARTS:
         rows = [length // part // multiple * multiple for length in lengths]
         if all(map(operator.le, plan.rows, rows)):

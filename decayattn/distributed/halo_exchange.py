@@ -5,7 +5,6 @@ for an absent one. A row of an exchange is one token of one key head. The steps 
 backends/planning/halo_rows.py, or EagerRows with the same bits.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,15 +82,14 @@ class EagerRows:
         tensors, segments, result = _by_kv_head(plan, parts), _received(plan), []
         for own, fetched in zip(tensors, unpack(rows, tensors), strict=True):
             extended = torch.cat([own.new_zeros(own.shape[0], plan.halo, *own.shape[2:]), own[:, :tokens]], 1)
-            for (entry, head, part), values in _split(fetched, segments):
-                extended[entry, part, head] = values
+            for at, values in _split(fetched, segments):
+                extended[at] = values
             result.append(extended)
         if parts[2] is not None:
             for n, first in enumerate(_first_keys(plan)):
                 # no row sees past a head's first key; with nothing before that key, its λ stays
                 if 0 < first < plan.halo + tokens:
-                    entry, head = divmod(n, plan.kv_heads)
-                    result[-1][entry, first, head] = -torch.inf
+                    result[-1][n // plan.kv_heads, first, n % plan.kv_heads] = -torch.inf
         return _by_head(parts, result)
 
     @staticmethod
@@ -102,32 +100,34 @@ class EagerRows:
         for x, other, returned in zip(own, _by_kv_head(plan, grads), unpack(rows, own), strict=True):
             total = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
             total[:, :tokens] += other[:, plan.halo : plan.halo + tokens]
-            for (entry, head, part), values in _split(returned, segments):
-                total[entry, part, head] += values
+            for at, values in _split(returned, segments):
+                total[at] += values
             result.append(total.to(x.dtype))
         return _by_head(totals, result)
 
 
-# consecutive rows of an exchange: batch entry, key head and tokens
-_Segments = Sequence[tuple[int, int, slice]]
+# consecutive rows of an exchange as an index of (B, T, H_kv): batch entry, tokens, key head
+_Segments = Sequence[tuple[int, slice, int]]
 
 
 def _sent(plan: HaloPlan) -> _Segments:
     """Rows that other ranks fetch, in order of ranks, with tokens on the axis of the slice."""
-    begin, length = plan.slices.begin, plan.slices.length
-    return [
-        (*divmod(n, plan.kv_heads), slice(max(first - begin, 0), length))
-        for firsts in plan.hosts[plan.slices.rank + 1 :] for n, first in enumerate(firsts) if first < begin + length
-    ]
+    rank, begin = plan.slices.rank, plan.slices.begin
+    return [at for to in range(rank + 1, plan.slices.ranks) for at in _fetched(plan, to, rank, begin)]
 
 
 def _received(plan: HaloPlan) -> _Segments:
     """Rows that this rank fetches, in order of ranks, with tokens on the axis of halo and slice."""
     rank, start = plan.slices.rank, plan.slices.begin - plan.halo
+    return [at for of in range(rank) for at in _fetched(plan, rank, of, start)]
+
+
+def _fetched(plan: HaloPlan, to: int, of: int, start: int) -> _Segments:
+    """Rows that rank `to` fetches from rank `of`, with tokens on an axis that begins at `start`."""
+    begin, end = plan.slices.offsets[of : of + 2]
     return [
-        (*divmod(n, plan.kv_heads), slice(max(first, begin) - start, end - start))
-        for begin, end in itertools.pairwise(plan.slices.offsets[: rank + 1])
-        for n, first in enumerate(plan.hosts[rank]) if first < end
+        (n // plan.kv_heads, slice(max(first, begin) - start, end - start), n % plan.kv_heads)
+        for n, first in enumerate(plan.hosts[to]) if first < end
     ]
 
 
@@ -138,13 +138,12 @@ def _first_keys(plan: HaloPlan) -> list[int]:
 
 def _rows(tensors: Sequence[Tensor], segments: _Segments) -> Tensor:
     """Rows (rows, ·) of tensors (B, T, H_kv, ·)."""
-    found = ([x.new_empty(0, x.shape[-1]), *(x[b, part, h] for b, h, part in segments)] for x in tensors)
-    return pack([torch.cat(rows) for rows in found])
+    return pack([torch.cat([x.new_empty(0, x.shape[-1]), *(x[at] for at in segments)]) for x in tensors])
 
 
 def _split(rows: Tensor, segments: _Segments) -> Any:
     """Segments with their rows."""
-    return zip(segments, rows.split([part.stop - part.start for _, _, part in segments]), strict=True)
+    return zip(segments, rows.split([tokens.stop - tokens.start for _, tokens, _ in segments]), strict=True)
 
 
 def _by_kv_head(plan: HaloPlan, parts: Parts) -> list[Tensor]:

@@ -8,8 +8,7 @@ Importing this module (or decayattn.integrations.transformers) registers it with
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="decayattn")
 
 A model must support transformers' flash attention or sdpa through that interface. Any other model raises: when it is
-created, or in a call that needs an option missing here. results/architectures.json lists every architecture. Code that
-wraps attention functions by name finds this one, for example accelerate's and DeepSpeed's Ulysses for long sequences.
+created, or in a call that needs an option missing here. results/architectures.json lists every architecture.
 
 It needs the extra `decayattn[transformers]`.
 """
@@ -42,11 +41,8 @@ _IGNORED_CACHE = "a layer that ignores the cache needs use_cache=False"
 # dtypes of a mask (B, 1, 1, columns), 0 for padding: a query sees all columns, the past, or a window of it.
 # A last stride of 0 means that there is no padding; a copy loses the stride, and is slower
 _ALL, _PAST, _WINDOW = torch.uint8, torch.int8, torch.int16
-
-
 # By the type of a config: True if all its models so far support flash attention. Then `mask` describes padding alone.
-# Other masks are complete, as in a process that unpickles a model. A subclass of str in the config would do as well,
-# but torch.compile of torch 2.11 does not take one.
+# Other masks are complete, as in a process that unpickles a model
 _DESCRIBES_PADDING: dict[type, bool] = {}
 
 
@@ -72,8 +68,8 @@ def attention(
             dimensions, boolean (True = visible) or added to the scores.
         scaling: of the scores; default 1/√D.
         is_causal: default module.is_causal. A mask of 4 dimensions replaces it.
-        sliding_window: number of keys that a query sees, including its own. With a mask of 4 dimensions it applies only
-            if the mask comes from `mask` and asks for it.
+        sliding_window: number of keys that a query sees, including its own. A mask of 4 dimensions replaces it, unless
+            it is a result of `mask` for a window.
         s_aux: (H,) sinks.
         position_bias: added to the scores; broadcastable to (B, H, T_q, T_k).
         kwargs: for packed sequences cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, or, for a batch of 1,
@@ -179,17 +175,13 @@ def mask(
 def register() -> None:
     """Register the attention with transformers; importing this module does it.
 
-    Two methods of PreTrainedModel get a check, because transformers checks a model's support only for its own names. In
-    a release without these methods all masks are complete.
+    Two methods of PreTrainedModel get a check, because transformers checks a model's support only for its own names.
     """
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
     for check in (get_correct_attn_implementation, set_attn_implementation):
-        method = getattr(PreTrainedModel, check.__name__, None)
-        if method is not None and not hasattr(method, "checks_decayattn"):
-            checked = functools.wraps(method)(check(method))
-            checked.__dict__["checks_decayattn"] = True
-            setattr(PreTrainedModel, check.__name__, checked)
+        method = getattr(PreTrainedModel, check.__name__)
+        setattr(PreTrainedModel, check.__name__, functools.wraps(method)(check(method)))
 
 
 def _kind(mask_function: Callable) -> torch.dtype | None:

@@ -6,8 +6,8 @@ the DecayFlashAttention that computes the same::
     layer = DecayFlashAttention(width, num_heads)
     layer.load_state_dict(from_fla(model.state_dict(), prefix="model.layers.0.attn."))
 
-Build the layer with the options of the other one; load_state_dict names mismatches. Parameters without an equivalent
-raise by name. Only torch is needed.
+Build the layer with the options of the other one; load_state_dict names mismatches. Missing parameters and those
+without an equivalent raise a ValueError by name. Only torch is needed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _NORMS = {"q_norm.weight", "k_norm.weight"}
-_SHIFT = "it mixes every token with the one before, which DecayFlashAttention does not do"
+_NO_EQUIVALENT = {
+    "k_proj.shift_proj.weight": "it mixes every token with the one before, which DecayFlashAttention does not do",
+    "v_proj.shift_proj.weight": "it mixes every token with the one before, which DecayFlashAttention does not do",
+    "output_norm.weight": "DecayFlashAttention does not normalise what its heads return",
+}
 
 
 def from_fla(state: Mapping[str, Tensor], *, prefix: str = "") -> dict[str, Tensor]:
@@ -32,9 +36,6 @@ def from_fla(state: Mapping[str, Tensor], *, prefix: str = "") -> dict[str, Tens
     Args:
         state: the other layer's state dict, or that of a model around it.
         prefix: the layer's prefix of the names in state, including the dot.
-
-    Raises:
-        ValueError: for missing parameters and for those without an equivalent, by name.
     """
     gate = {"f_proj.weight": "decay.weight", "f_proj.bias": "decay.bias"}
     return _convert(_of_layer(state, prefix), prefix, "g_proj", gate, required=gate)
@@ -54,19 +55,8 @@ def from_fox(state: Mapping[str, Tensor], *, prefix: str = "", ogate_act: str = 
     Args:
         state, prefix: as in from_fla.
         ogate_act: the layer's option of that name; no parameter shows it.
-
-    Raises:
-        ValueError: for missing parameters and for those without an equivalent, by name.
     """
     own = _of_layer(state, prefix)
-    reasons = {
-        "k_proj.shift_proj.weight": _SHIFT,
-        "v_proj.shift_proj.weight": _SHIFT,
-        "output_norm.weight": "DecayFlashAttention does not normalise what its heads return",
-    }
-    for name, reason in reasons.items():
-        if name in own:
-            raise ValueError(f"{prefix}{name}: {reason}")
     if "ogate_proj.weight" in own and ogate_act != "sigmoid":
         raise ValueError(f"ogate_act: expected 'sigmoid', as DecayFlashAttention has it, got {ogate_act!r}")
     if "fgate_bias" in own:
@@ -97,7 +87,8 @@ def _convert(
         if name not in own:
             raise ValueError(f"{prefix}{name}: expected in the state dict, got none")
     for name in sorted(own.keys() - {*weights, *biases, "o_proj.weight", "o_proj.bias", *decay, *_NORMS}):
-        raise ValueError(f"{prefix}{name}: expected no such parameter, because DecayFlashAttention has no equivalent")
+        reason = _NO_EQUIVALENT.get(name, "DecayFlashAttention has no equivalent")
+        raise ValueError(f"{prefix}{name}: expected no such parameter, because {reason}")
 
     # one matrix: the rows of q, k, v and the output gate, in this order
     converted = {"in_proj.weight": torch.cat([own[name] for name in weights]), "out_proj.weight": own["o_proj.weight"]}

@@ -37,10 +37,10 @@ def add_decay(
 
     Weights do not change. With the default half-lives the model starts close to its own logits: after 1,000 tokens the
     decay alone has changed a weight by less than 1 %. Each layer has the decay as a module, `self_attn.decay` in Llama,
-    in float32. The attention becomes attn_implementation="decayattn"; no other one applies the decay, and a forward
-    with another one raises. Generation works with every cache except quantised ones. With a cache, a "scalar" decay
-    raises in layers that cache latents (MLA) or attend to the keys of other layers. Layers with two attentions raise in
-    the first forward. Trainer spares the decays of weight decay; for PEFT, name them in modules_to_save=["decay"].
+    in float32. The attention becomes attn_implementation="decayattn"; a forward with another one raises. Generation
+    works with every cache except quantised ones. With a cache, a "scalar" decay raises in layers that cache latents
+    (MLA) or attend to the keys of other layers. Layers with two attentions raise in the first forward. Trainer spares
+    the decays of weight decay; for PEFT, name them in modules_to_save=["decay"].
 
     The configuration records the decay as `added_decay`, so save_pretrained and from_pretrained keep it if the program
     has imported decayattn.integrations.transformers.
@@ -200,7 +200,7 @@ def _init_weights(model: PreTrainedModel, module: nn.Module) -> None:
 
 
 def _restoring(post_init: Callable[[PreTrainedModel], None]) -> Callable[[PreTrainedModel], None]:
-    """PreTrainedModel.post_init, called when a model is created, which also adds the decay of the configuration."""
+    """PreTrainedModel.post_init, called when a model is created, which also restores the decay of the configuration."""
 
     @functools.wraps(post_init)
     def restored(self: PreTrainedModel) -> None:
@@ -213,14 +213,7 @@ def _restoring(post_init: Callable[[PreTrainedModel], None]) -> Callable[[PreTra
         if added is not None:
             self.set_attn_implementation(NAME)
 
-    restored.restores_decays = True  # type: ignore[attr-defined]
     return restored
 
 
-def register() -> None:
-    """Make models restore the decay of their configuration. Importing this module does it."""
-    if not hasattr(PreTrainedModel.post_init, "restores_decays"):
-        PreTrainedModel.post_init = _restoring(PreTrainedModel.post_init)
-
-
-register()
+PreTrainedModel.post_init = _restoring(PreTrainedModel.post_init)

@@ -49,6 +49,7 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from decayattn import validation
 from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
 from decayattn.integrations import attention_interface, gates  # noqa: F401, registers it
@@ -57,16 +58,6 @@ from decayattn.nn import ConstantDecay, DecayCache, DecayFlashAttention, attenti
 from decayattn.nn.decay import ScalarDecay
 from decayattn.nn.training import spared_parameters
 from decayattn.problem import BackendName
-from decayattn.validation import (
-    check_bool,
-    check_half_lives,
-    check_head_dim,
-    check_kv_heads,
-    check_log_decays,
-    check_positive_int,
-    check_window,
-    default_head_dim,
-)
 
 # the layer's presets, and "constant" with the log_decay of the configuration
 DecayPreset = attention.DecayPreset | Literal["constant-learned"]
@@ -76,28 +67,26 @@ _LAYER_OPTIONS = set(inspect.signature(DecayFlashAttention).parameters) - {
     "head_dim", "decay", "qk_norm", "output_gate", "window_size", "sink", "backend", "device", "dtype",
 }
 
-# words in names of other models' options: values that hold here too, besides None, False and 0, and the equivalent here
-_OTHER_ARCHITECTURES: dict[str, tuple[tuple[str, ...], str]] = {
-    r"sliding|windows?": ((), "window_size=(tokens - 1, 0) is this model's window"),
-    r"rope|rotary|alibi|pos|positions?|sinusoidal": ((), "the model has no positions; `decay` gives the order"),
-    r"\w*drop(out)?": ((), "the model has no dropout"),
-    r"act|activation|afn|gelu|swiglu": (("silu", "swish", "swiglu"), "the MLP is a SwiGLU"),
-    r"bias": ((), "the model has no biases"),
-    r"experts?|moe|route[rd]?": ((), "the model has no experts"),
-    r"(?<!grad_)norm|layernorm|ln": ((), "norms are RMSNorm, with rms_norm_eps and qk_norm"),
-    r"\w*softcap\w*|logits?|multipliers?|scale|scaling": ((), "nothing is capped or scaled"),
-    r"layers?": (("full_attention",), "num_hidden_layers is the number of layers, which are alike"),
-    r"heads|[dnv]_head|head_size|qkv?|q|kv|query": (
-        (), "heads are num_attention_heads, num_key_value_heads and head_dim"
-    ),
-    r"half_li(fe|ves)|forget|forget_gate|fgate|learned_decay|decay_rates?": (
-        (), "the decay is `decay`, with log_decay or initial_half_lives"
-    ),
-    r"bidirectional|prefix_lm": ((), "the model is causal"),
-    r"attn|attention|residual|mlp|ffn?|dff|embd|inner|d_model|mamba|ssm|conv": (
-        (), "a block is DecayFlashAttention and a SwiGLU, with hidden_size and intermediate_size"
-    ),
+# words in names of other models' options, and the equivalent here
+_OTHER_ARCHITECTURES = {
+    r"sliding|windows?": "window_size=(tokens - 1, 0) is this model's window",
+    r"rope|rotary|alibi|pos|positions?|sinusoidal": "the model has no positions; `decay` gives the order",
+    r"\w*drop(out)?": "the model has no dropout",
+    r"act|activation|afn|gelu|swiglu": "the MLP is a SwiGLU",
+    r"bias": "the model has no biases",
+    r"experts?|moe|route[rd]?": "the model has no experts",
+    r"(?<!grad_)norm|layernorm|ln": "norms are RMSNorm, with rms_norm_eps and qk_norm",
+    r"\w*softcap\w*|logits?|multipliers?|scale|scaling": "nothing is capped or scaled",
+    r"layers?": "num_hidden_layers is the number of layers, which are alike",
+    r"heads|[dnv]_head|head_size|qkv?|q|kv|query": "heads are num_attention_heads, num_key_value_heads and head_dim",
+    r"half_li(fe|ves)|forget|forget_gate|fgate|learned_decay|decay_rates?":
+        "the decay is `decay`, with log_decay or initial_half_lives",
+    r"bidirectional|prefix_lm": "the model is causal",
+    r"attn|attention|residual|mlp|ffn?|dff|embd|inner|d_model|mamba|ssm|conv":
+        "a block is DecayFlashAttention and a SwiGLU, with hidden_size and intermediate_size",
 }
+# values of such options that hold here, too
+_NEUTRAL: tuple[object, ...] = (None, 0, {}, "silu", "swish", "swiglu", "full_attention")
 # options that transformers writes into any configuration, or reads in DecayForTokenClassification
 _OF_TRANSFORMERS = {field.name for field in dataclasses.fields(PreTrainedConfig)} | set(GenerationConfig().to_dict())
 _OF_TRANSFORMERS |= {"attn_implementation", "experts_implementation", "classifier_dropout", "token_classification_bias"}
@@ -167,31 +156,31 @@ class DecayConfig(PreTrainedConfig):
         if decay not in DECAYS:
             raise ValueError(f"decay: expected one of {', '.join(DECAYS)}, got {decay!r}")
         _refuse_other_architectures(kwargs)
-        self.vocab_size = check_positive_int("vocab_size", vocab_size)
-        self.hidden_size = check_positive_int("hidden_size", hidden_size)
+        self.vocab_size = validation.check_positive_int("vocab_size", vocab_size)
+        self.hidden_size = validation.check_positive_int("hidden_size", hidden_size)
         intermediate_size = 64 * -(-8 * self.hidden_size // 192) if intermediate_size is None else intermediate_size
-        self.intermediate_size = check_positive_int("intermediate_size", intermediate_size)
-        self.num_hidden_layers = check_positive_int("num_hidden_layers", num_hidden_layers)
-        self.num_attention_heads = heads = check_positive_int("num_attention_heads", num_attention_heads)
-        self.num_key_value_heads = check_kv_heads(
+        self.intermediate_size = validation.check_positive_int("intermediate_size", intermediate_size)
+        self.num_hidden_layers = validation.check_positive_int("num_hidden_layers", num_hidden_layers)
+        self.num_attention_heads = heads = validation.check_positive_int("num_attention_heads", num_attention_heads)
+        self.num_key_value_heads = validation.check_kv_heads(
             "num_key_value_heads", num_key_value_heads, "num_attention_heads", heads
         )
         if head_dim is None:
-            head_dim = default_head_dim("hidden_size", self.hidden_size, "num_attention_heads", heads)
-        self.head_dim = check_head_dim("head_dim", head_dim)
+            head_dim = validation.default_head_dim("hidden_size", self.hidden_size, "num_attention_heads", heads)
+        self.head_dim = validation.check_head_dim("head_dim", head_dim)
         self.decay = decay
         self.log_decay = _check_log_decay(log_decay, decay, heads)
         if initial_half_lives is not None:
             if decay != "scalar":
                 raise ValueError(f"initial_half_lives: expected only with decay='scalar', got decay={decay!r}")
-            initial_half_lives = check_half_lives("initial_half_lives", initial_half_lives, heads)
+            initial_half_lives = validation.check_half_lives("initial_half_lives", initial_half_lives, heads)
         self.initial_half_lives = initial_half_lives
-        self.qk_norm = check_bool("qk_norm", qk_norm)
-        self.output_gate = check_bool("output_gate", output_gate)
-        check_window(window_size)
+        self.qk_norm = validation.check_bool("qk_norm", qk_norm)
+        self.output_gate = validation.check_bool("output_gate", output_gate)
+        validation.check_window(window_size)
         # JSON gives a list
         self.window_size = None if window_size is None else (window_size[0], window_size[1])
-        self.sink = check_bool("sink", sink)
+        self.sink = validation.check_bool("sink", sink)
         self.rms_norm_eps, self.initializer_range = rms_norm_eps, initializer_range
         self.max_position_embeddings, self.use_cache = max_position_embeddings, use_cache
         self.tie_word_embeddings = tie_word_embeddings
@@ -213,23 +202,23 @@ def _refuse_other_architectures(options: dict) -> None:
         elif name not in _OF_TRANSFORMERS and not name.startswith("_"):
             if value is not None and (similar := difflib.get_close_matches(name, _OWN_OPTIONS, n=1, cutoff=0.84)):
                 raise TypeError(f"{name}: no option of DecayConfig; did you mean {similar[0]}?")
-            for words, (truth, remedy) in _OTHER_ARCHITECTURES.items():
-                values = value if isinstance(value, (list, tuple)) else [value]
-                if re.search(rf"(^|_)({words})(_|$)", name) and not all(v in (None, 0, {}, *truth) for v in values):
+            values = value if isinstance(value, (list, tuple)) else [value]
+            for words, remedy in _OTHER_ARCHITECTURES.items():
+                if re.search(rf"(^|_)({words})(_|$)", name) and not all(v in _NEUTRAL for v in values):
                     raise ValueError(f"{name}: expected no option of another architecture, got {value!r}; {remedy}")
 
 
 def _check_log_decay(log_decay: Sequence[float] | Tensor | None, decay: str, heads: int) -> tuple[float, ...] | None:
     """The user's constants, which decay="constant" and "constant-learned" require and no other decay accepts."""
-    if not decay.startswith("constant"):
-        if log_decay is not None:
-            expected = "log_decay: expected only with decay='constant' or 'constant-learned'"
-            raise ValueError(f"{expected}, got decay={decay!r}")
+    is_constant = decay.startswith("constant")
+    if log_decay is None and not is_constant:
         return None
+    if not is_constant:
+        raise ValueError(f"log_decay: expected only with decay='constant' or 'constant-learned', got decay={decay!r}")
     expected = f"log_decay: expected num_attention_heads = {heads} numbers with decay={decay!r}"
     if log_decay is None:
         raise ValueError(f"{expected}, got None")
-    numbers = check_log_decays("log_decay", log_decay, learned=decay.endswith("learned"))
+    numbers = validation.check_log_decays("log_decay", log_decay, learned=decay.endswith("learned"))
     if len(numbers) != heads:
         raise ValueError(f"{expected}, got {len(numbers)}")
     return numbers

@@ -1,6 +1,6 @@
 """Comparison of decay_attention and decay_attention_varlen with their error budgets."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,19 +85,11 @@ def verify_attention(
     v: Tensor,
     log_decay: Tensor | float | None = None,
     *,
-    scale: Tensor | float | None = None,
-    causal: bool = True,
-    window_size: tuple[int, int] | None = None,
-    bias: Tensor | None = None,
-    sink: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    leftpad_q: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
     grad_out: Tensor | None = None,
     grad_lse: Tensor | None = None,
-    backend: BackendName = "auto",
     heads: Sequence[tuple[int, int]] | None = None,
+    attend: Callable | None = None,
+    backend: BackendName = "auto",
     **options: Any,
 ) -> list[Comparison]:
     """Run decay_attention forward and backward on these inputs, and compare every result with the error budget.
@@ -106,29 +98,26 @@ def verify_attention(
     bits: in bfloat16 an error of 1 % in one head's dk or dq passes (`decayattn.testing` has a table).
 
     Args:
-        q, k, v, log_decay, scale, causal, window_size, bias, sink, seqused_q, seqused_k, leftpad_q, leftpad_k: as in
-            decay_attention; strided views stay strided. Rows and tokens outside of the sequences are judged separately:
-            for any contents, their results must be exactly those that decay_attention promises.
+        q, k, v, log_decay, options: as in decay_attention; strided views stay strided. Rows and tokens outside of the
+            sequences are judged separately: for any contents, their results must be exactly those that decay_attention
+            promises.
         grad_out, grad_lse: gradients of out (B, T_q, H, D_v) and lse (B, H, T_q); expanded ones stay expanded. Default:
             normal random numbers, the same in every call.
-        backend: the tested backend.
         heads: (batch entry, query head) pairs to judge, for problems too big to judge whole. The output gradients of
             the other pairs are set to 0. Tensors that heads share (k, v, a constant decay) then have exactly the
             gradient of the judged heads, and any gradient in an unjudged head is an error.
-        options: further arguments of the tested call. `attend`, if given, is called instead of decay_attention, with
-            the same arguments.
+        attend: called instead of decay_attention, with the same arguments.
+        backend: the tested backend.
 
     Returns:
         One Comparison per tensor: out, lse, dq, dk, dv, and, for arguments that are floating tensors, dlog_decay,
         dscale, dbias and dsink.
     """
+    problem, inputs = normalize.dense(q, k, v, log_decay, **{"scale": None, "causal": True, **options})
+    scale, bias, sink = (options.pop(name, None) for name in ("scale", "bias", "sink"))
     arguments = Arguments(q, k, v, log_decay, scale, bias, sink)
-    given = {
-        "window_size": window_size, "seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q,
-        "leftpad_k": leftpad_k,
-    }
-    problem, inputs = normalize.dense(**arguments._asdict(), causal=causal, **given)
-    return _judge(problem, arguments, inputs.bounds, grad_out, grad_lse, heads, backend, options | given)
+    options["attend"] = attend
+    return _judge(problem, arguments, inputs.bounds, grad_out, grad_lse, heads, backend, options)
 
 
 def verify_attention_varlen(
@@ -139,35 +128,30 @@ def verify_attention_varlen(
     *,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    scale: Tensor | float | None = None,
-    causal: bool = True,
-    window_size: tuple[int, int] | None = None,
-    sink: Tensor | None = None,
     grad_out: Tensor | None = None,
     grad_lse: Tensor | None = None,
-    backend: BackendName = "auto",
     heads: Sequence[tuple[int, int]] | None = None,
+    attend: Callable | None = None,
+    backend: BackendName = "auto",
     **options: Any,
 ) -> list[Comparison]:
-    """verify_attention for decay_attention_varlen; a pair of `heads`, and the head of a Comparison, is (sequence, head).
+    """verify_attention of decay_attention_varlen; pairs of `heads` and a Comparison's head are (sequence, query head).
 
     Tokens outside of the sequences are judged as sequence −1. max_seqlen_q and max_seqlen_k are by default the longest
     of the sequences. grad_out and grad_lse are those of out (total_q, H, D_v) and lse (H, total_q).
     """
-    longest_q, longest_k = (max([0, *offsets.diff().tolist()]) for offsets in (cu_seqlens_q, cu_seqlens_k))
-    given = {
-        "window_size": window_size, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": longest_q if max_seqlen_q is None else max_seqlen_q,
-        "max_seqlen_k": longest_k if max_seqlen_k is None else max_seqlen_k,
-    }
-    problem, inputs = normalize.packed(q, k, v, log_decay, scale, causal, sink=sink, skip_tolerance=None, **given)
+    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    for axis in ("q", "k"):
+        if options.get(f"max_seqlen_{axis}") is None:
+            options[f"max_seqlen_{axis}"] = max([0, *options[f"cu_seqlens_{axis}"].diff().tolist()])
+    defaults = {"scale": None, "causal": True, "window_size": None, "sink": None, "skip_tolerance": None}
+    problem, inputs = normalize.packed(q, k, v, log_decay, **defaults | options)
     if isinstance(log_decay, Tensor) and log_decay.ndim == 2:
         log_decay = log_decay[None]
-    arguments = Arguments(*inputs[:3], log_decay, scale, None, sink)
+    arguments = Arguments(*inputs[:3], log_decay, options.pop("scale", None), None, options.pop("sink", None))
     grad_out, grad_lse = (x if x is None else x[None] for x in (grad_out, grad_lse))
-    return _judge(problem, arguments, inputs.bounds, grad_out, grad_lse, heads, backend, options | given)
+    options["attend"] = attend
+    return _judge(problem, arguments, inputs.bounds, grad_out, grad_lse, heads, backend, options)
 
 
 @torch.inference_mode(False)

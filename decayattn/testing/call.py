@@ -224,30 +224,22 @@ class Call:
         return total
 
     def oracle(self) -> dict[str, Tensor]:
-        """x64 by autograd. Causal calls run in chunks of rows, each the last rows of the keys that it sees."""
+        """x64 by autograd."""
 
         def evaluate(*, causal, window, grad_out, grad_lse, **heads):
             floating = {name: x for name, x in heads.items() if x is not None and x.is_floating_point()}
             leaves = {f"d{name}": x.to(torch.float64, copy=True).requires_grad_() for name, x in floating.items()}
             q, k, v, decay, scale, bias, sink = (leaves.get(f"d{name}", heads[name]) for name in INPUTS)
-            rows, keys = q.shape[1], k.shape[1]
-            outs, lses, total = [], [], {name: torch.zeros_like(x) for name, x in leaves.items()}
-            for chunk in formulas.row_chunks(len(q) * keys, rows) if causal else [slice(0, rows)]:
-                seen = max(0, keys - (rows - chunk.stop)) if causal else keys
-                out, lse = decay_attention(  # pairs on the head axis
-                    *(x.transpose(0, 1)[None] for x in (q[:, chunk], k[:, :seen], v[:, :seen])),
-                    decay if decay is None or decay.ndim == 1 else decay[:, :seen].T[None],
-                    scale=scale if scale.ndim == 1 else scale[:, chunk].T[None],
-                    bias=None if bias is None else bias[None, :, chunk, :seen],
-                    causal=causal, window_size=window, sink=sink, return_lse=True, backend="reference",
-                )
-                outs.append(out[0].transpose(0, 1).detach())
-                lses.append(lse[0].detach())
-                given = [grad_out[:, chunk].transpose(0, 1)[None], grad_lse[None, :, chunk]]
-                gradients = torch.autograd.grad([out, lse], [*leaves.values()], given, materialize_grads=True)
-                for name, gradient in zip(leaves, gradients, strict=True):
-                    total[name] += gradient
-            return {"out": torch.cat(outs, 1), "lse": torch.cat(lses, 1), **total}
+            out, lse = decay_attention(  # pairs on the head axis
+                *(x.transpose(0, 1)[None] for x in (q, k, v)),
+                decay if decay is None or decay.ndim == 1 else decay.T[None],
+                scale=scale if scale.ndim == 1 else scale.T[None], bias=None if bias is None else bias[None],
+                causal=causal, window_size=window, sink=sink, return_lse=True, backend="reference",
+            )
+            results, given = [out[0].transpose(0, 1), lse[0]], [grad_out, grad_lse]
+            gradients = torch.autograd.grad(results, [*leaves.values()], given, materialize_grads=True)
+            out, lse = (x.detach() for x in results)
+            return {"out": out, "lse": lse, **dict(zip(leaves, gradients, strict=True))}
 
         return self.gather(evaluate, torch.float64)
 

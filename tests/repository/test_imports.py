@@ -33,7 +33,6 @@ MANY_ARGUMENTS = {
     "decayattn.integrations.transformers.__init__",
     "decayattn.nn.attention.__init__",
     "decayattn.distributed.api.context_parallel_attention",
-    "decayattn.testing.attention.verify_attention",
 }
 
 
