@@ -4,7 +4,6 @@ They save host time in every call. A name that is missing or has changed is not 
 same results. `fallbacks()` lists these names. Nothing here imports Triton.
 """
 
-import functools
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -224,29 +223,6 @@ def assume_constant_result(function: Callable) -> Callable:
         return torch.compiler.assume_constant_result(function)
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-def left_to_eager_code(reason: str) -> Callable[[Callable], Callable]:
-    """Decorator for a function that torch.compile does not trace, nor its callees. With fullgraph=True that is an error
-    with the reason.
-
-    torch.compiler.disable imports torch._dynamo, and with it Triton; this calls it only once torch._dynamo is imported.
-    """
-
-    def decorate(function: Callable) -> Callable:
-        disabled = functools.lru_cache(lambda: torch.compiler.disable(function, reason=reason))
-
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(reason)
-            if "torch._dynamo" in sys.modules:
-                return disabled()(*args, **kwargs)
-            return function(*args, **kwargs)
-
-        return wrapper
-
-    return decorate
 
 
 # ----------------------------------------------------------------------------------------------------------------------

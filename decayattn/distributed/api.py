@@ -24,8 +24,8 @@ MODES = get_args(ModeName)
 
 
 @validation.hide_unknown
-@compatibility.left_to_eager_code(
-    "context_parallel_attention: torch.compile cannot trace it, because the sizes of exchanges depend on values"
+@torch.compiler.disable(
+    reason="context_parallel_attention: torch.compile cannot trace it, because the sizes of exchanges depend on values"
 )
 def context_parallel_attention(
     q: Tensor,

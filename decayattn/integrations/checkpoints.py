@@ -71,6 +71,9 @@ def _of_layer(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     layers = [name.removesuffix("q_proj.weight") for name in state if name.endswith("q_proj.weight")]
     if layers and prefix not in layers:
         raise ValueError(f"prefix: expected that of one layer, for example {layers[0]!r}, got {prefix!r}")
+    for name, reason in _NO_EQUIVALENT.items():
+        if name in own:
+            raise ValueError(f"{prefix}{name}: {reason}")
     return own
 
 
@@ -87,8 +90,7 @@ def _convert(
         if name not in own:
             raise ValueError(f"{prefix}{name}: expected in the state dict, got none")
     for name in sorted(own.keys() - {*weights, *biases, "o_proj.weight", "o_proj.bias", *decay, *_NORMS}):
-        reason = _NO_EQUIVALENT.get(name, "DecayFlashAttention has no equivalent")
-        raise ValueError(f"{prefix}{name}: expected no such parameter, because {reason}")
+        raise ValueError(f"{prefix}{name}: expected no such parameter, because DecayFlashAttention has no equivalent")
 
     # one matrix: the rows of q, k, v and the output gate, in this order
     converted = {"in_proj.weight": torch.cat([own[name] for name in weights]), "out_proj.weight": own["o_proj.weight"]}
