@@ -29,9 +29,8 @@ def check_arguments(
     """Refuse every bad argument of decay_attention by name."""
     axes = ("batch", "sequence", "heads", "head_dim")
     _check_tensors(q, k, v, axes)
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.shape[0] != q.shape[0]:
-            raise ValueError(f"{name}: expected the batch size of q, {q.shape[0]}, got {tensor.shape[0]}")
+    check_same("k", "batch size of q", q.shape[0], k.shape[0])
+    check_same("v", "batch size of q", q.shape[0], v.shape[0])
     check_bool("causal", causal)
     per_token = _check_log_decay(log_decay, q, k, "(B, T_k, H)")
     _check_scale(scale, q, "(B, T_q, H)")
@@ -66,11 +65,7 @@ def check_packed_arguments(
     check_skip_tolerance(skip_tolerance)
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_offsets(name, offsets, q)
-    if cu_seqlens_k.shape != cu_seqlens_q.shape:
-        raise ValueError(
-            f"cu_seqlens_k: expected the shape of cu_seqlens_q, {tuple(cu_seqlens_q.shape)}, "
-            f"got {tuple(cu_seqlens_k.shape)}"
-        )
+    check_same("cu_seqlens_k", "shape of cu_seqlens_q", tuple(cu_seqlens_q.shape), tuple(cu_seqlens_k.shape))
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         check_count(name, longest)
 
@@ -186,9 +181,15 @@ def check_tensor(
         )
     if x.layout is not torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got one of layout {x.layout}")
-    if device is not None and x.device != device:
-        raise ValueError(f"{name}: expected the device of {owner}, {device}, got {x.device}")
+    if device is not None:
+        check_same(name, f"device of {owner}", device, x.device)
     return x
+
+
+def check_same(name: str, quality: str, expected: object, given: object, error: type[Exception] = ValueError) -> None:
+    """Refuse an argument with another quality than expected; quality: "batch size of q"."""
+    if given != expected:
+        raise error(f"{name}: expected the {quality}, {expected}, got {given}")
 
 
 def check_counts(
@@ -217,14 +218,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> No
             )
         check_dtype(name, tensor.dtype)
     for name, tensor in (("k", k), ("v", v)):
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"{name}: expected the dtype of q, {q.dtype}, got {tensor.dtype}")
-    if v.shape[-3] != k.shape[-3]:
-        raise ValueError(f"v: expected the sequence length of k, {k.shape[-3]}, got {v.shape[-3]}")
-    if v.shape[-2] != k.shape[-2]:
-        raise ValueError(f"v: expected the number of heads of k, {k.shape[-2]}, got {v.shape[-2]}")
-    if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k: expected the head dimension of q, {q.shape[-1]}, got {k.shape[-1]}")
+        check_same(name, "dtype of q", q.dtype, tensor.dtype, TypeError)
+    check_same("v", "sequence length of k", k.shape[-3], v.shape[-3])
+    check_same("v", "number of heads of k", k.shape[-2], v.shape[-2])
+    check_same("k", "head dimension of q", q.shape[-1], k.shape[-1])
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
         # more key heads than query heads: rather another order of dimensions than a wrong number of heads
         fits = k.shape[-2] > q.shape[-2] and k.shape[-3] > 0 and q.shape[-3] % k.shape[-3] == 0
@@ -365,9 +362,7 @@ def wrong_type(name: str, expected: str, value: object) -> TypeError:
 
 def check_kv_heads(name: str, num_kv_heads: int | None, heads_name: str, num_heads: int) -> int:
     """Return the number of key heads, by default num_heads."""
-    if num_kv_heads is None:
-        return num_heads
-    num_kv_heads = check_positive_int(name, num_kv_heads)
+    num_kv_heads = check_positive_int(name, num_heads if num_kv_heads is None else num_kv_heads)
     if num_heads % num_kv_heads != 0:
         raise ValueError(f"{name}: expected a divisor of {heads_name} = {num_heads}, got {num_kv_heads}")
     return num_kv_heads

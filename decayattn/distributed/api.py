@@ -17,7 +17,7 @@ from decayattn.distributed.halo_plan import ViewLimits, make_plan, tolerance_sha
 from decayattn.distributed.option_check import Option, OptionCheck
 from decayattn.normalize import autocast, inputs_of, problem_of, window_of
 from decayattn.problem import AttentionProblem, BackendName, Inputs, SkipTolerance
-from decayattn.validation import check_arguments, check_bias, check_bool, check_count, check_offsets
+from decayattn.validation import check_arguments, check_bias, check_bool, check_count, check_offsets, check_same
 
 ModeName = Literal["halo", "heads"]
 MODES = get_args(ModeName)
@@ -269,8 +269,7 @@ def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
 
 def _checked_slices(q: Tensor, k: Tensor, lengths: Sequence[int] | None, group: dist.ProcessGroup) -> Slices:
     rank, ranks, own = dist.get_rank(group), dist.get_world_size(group), q.shape[1]
-    if k.shape[1] != own:
-        raise ValueError(f"k: expected the sequence length of q, {own}, got {k.shape[1]}")
+    check_same("k", "sequence length of q", own, k.shape[1])
     found = (own,) * ranks if lengths is None else _checked_lengths(lengths)
     if len(found) != ranks or found[rank] != own:
         raise ValueError(
