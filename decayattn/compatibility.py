@@ -51,10 +51,6 @@ def _expect(value: Any, kind: type) -> None:
         raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Operators
-
-
 @_probed(
     "torch._C._len_torch_dispatch_stack, ._are_functorch_transforms_active",
     "every call passes through the operators, which takes more host time",
@@ -135,10 +131,6 @@ def has_tangent(tensors: Iterable[Tensor]) -> bool:
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Values of tensors
-
-
 @_probed("torch._assert_async", "the check of a padding_mask on a GPU synchronises")
 def _assertion() -> Callable[[Tensor, str], None]:
     torch._assert_async(torch.ones((), dtype=torch.bool, device="cpu"), "")
@@ -187,19 +179,11 @@ def refuse_unless(condition: Tensor, message: str) -> None:
         raise ValueError(message) from None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# torch.distributed
-
-
 def all_gather(gathered: Tensor, own: Tensor, group: "torch.distributed.ProcessGroup") -> None:
     """Fill gathered (ranks, ·) with every rank's own (1, ·). PyTorch 2.13 renames the function; the old name warns."""
     dist = torch.distributed
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered, own, group=group)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# torch.compile
 
 
 @_probed(
@@ -223,10 +207,6 @@ def assume_constant_result(function: Callable) -> Callable:
         return torch.compiler.assume_constant_result(function)
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Streams
 
 
 @_probed("torch._C._cuda_getCurrentRawStream", "torch.cuda.current_stream gives the stream")

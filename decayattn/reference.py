@@ -243,7 +243,8 @@ def _attend_rows(
 ) -> tuple[Tensor, Tensor]:
     """`_attend` of the rows at positions i to the keys j. k and v are those keys, repeated per query head."""
     weights, total, lse = row_weights(problem, inputs, i, j, inside)
-    return weighted_values(weights, total, inputs.v).to(problem.dtype), lse
+    out = torch.einsum("bhij,bjhe->bihe", weights, inputs.v) / total.transpose(1, 2)
+    return out.to(problem.dtype), lse
 
 
 def row_weights(
@@ -464,11 +465,6 @@ def masked_softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Ten
     total = torch.where(sees_a_key, total, 1.0)
     lse = torch.where(sees_a_key, maximum + total.log(), -torch.inf)
     return weights, total, lse.squeeze(-1)
-
-
-def weighted_values(weights: Tensor, total: Tensor, v: Tensor) -> Tensor:
-    """Σ_j weights_ij v_j / total_i, (B, T_q, H, D_v)."""
-    return torch.einsum("bhij,bjhe->bihe", weights, v) / total.transpose(1, 2)
 
 
 def _at_rows(x: Tensor, i: Tensor) -> Tensor:

@@ -350,6 +350,8 @@ def is_real(value: object) -> TypeGuard[float]:
 
 def wrong_type(name: str, expected: str, value: object) -> TypeError:
     """The error for an argument of another type."""
+    if value is REQUIRED:
+        return TypeError(f"{name}: expected {expected}, got nothing")
     kind = type(value)
     # numpy.bool and bool may have the same name
     given = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
@@ -424,13 +426,9 @@ def _numbers(values: object) -> Sequence[float] | None:
 # Keywords of FlashAttention, PyTorch, fla and others: the error names our argument
 
 
-class _Required:
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-# default of a required argument, so that the error for an unknown keyword comes before that for a missing one
-REQUIRED: Any = _Required()
+# default of a required argument, so that the error for an unknown keyword comes before that for a missing one;
+# inspect.signature shows no default
+REQUIRED: Any = inspect.Parameter.empty
 
 
 def _by_name(names: dict[str, str]) -> dict[str, str]:
@@ -537,7 +535,6 @@ def hide_unknown(function: _F) -> _F:
     """Hide the function's catch-alls from help() and inspect.signature."""
     signature = inspect.signature(function)
     known = [x for x in signature.parameters.values() if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)]
-    known = [x.replace(default=x.empty) if x.default is REQUIRED else x for x in known]
     function.__signature__ = signature.replace(parameters=known)  # type: ignore[attr-defined]
     return function
 

@@ -14,7 +14,7 @@ from decayattn.backends import registry
 from decayattn.distributed import halo, ulysses
 from decayattn.distributed.collectives import Slices
 from decayattn.distributed.halo_plan import ViewLimits, make_plan, tolerance_share
-from decayattn.distributed.option_check import Option, OptionCheck
+from decayattn.distributed.option_check import OptionCheck
 from decayattn.normalize import autocast, inputs_of, problem_of, window_of
 from decayattn.problem import AttentionProblem, BackendName, Inputs, SkipTolerance
 from decayattn.validation import check_arguments, check_bias, check_bool, check_count, check_offsets, check_same
@@ -113,17 +113,13 @@ def context_parallel_attention(
                 "context_parallel_attention: expected no transform of torch.func (vmap, grad), which cannot map its "
                 "exchanges; call it outside, with the samples as its batch"
             )
-        dtensor.refuse(q=q, k=k, v=v, log_decay=log_decay, scale=scale, sink=sink, cu_seqlens=cu_seqlens, **only_heads)
-        q, k, v = autocast(q, k, v)
-        check_arguments(
-            q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k,
-            skip_tolerance=skip_tolerance,
-        )
         check_bool("return_lse", return_lse)
         registry.check_name(backend)
         slices, problem, inputs, limits, options = _sliced(
-            check, q, k, v, log_decay, sink, scale, causal, window_size, lengths, cu_seqlens, max_seqlen, skip_tolerance
+            check, q, k, v, log_decay, scale, window_size, sink, lengths, cu_seqlens, max_seqlen, skip_tolerance,
+            only_heads,
         )
+        q, k, v = inputs[:3]
         _check_mode(mode, reach, q, slices, only_heads, cu_seqlens is not None)
         check_bias(bias, q, k, sum(slices.lengths))
         limits = limits._replace(reach=None if reach is None else check_count("reach", reach))
@@ -134,14 +130,12 @@ def context_parallel_attention(
             # the backend for the slice alone; it may refuse these very tensors
             kernels = registry.resolve(problem, backend, inputs)
         requires_grad = (x is not None and x.requires_grad for x in (*inputs.tensors, bias))
-        check.options = (
-            Option("mode", mode), Option("reach", limits.reach), *options, Option("causal", causal),
-            Option("sink", sink is not None), Option("return_lse", return_lse),
-            Option("backend", (backend, kernels is not None)),
-            Option("bias", None if bias is None else (tuple(bias.shape), bias.dtype)),
-            Option("requires_grad", (torch.is_grad_enabled(), *requires_grad)),
-            *(Option(name, x is not None) for name, x in only_heads.items() if name not in ("causal", "bias")),
-        )
+        check.options = {
+            "mode": mode, "reach": limits.reach, **options, "sink": sink is not None, "return_lse": return_lse,
+            "backend": (backend, kernels is not None), **{name: x is not None for name, x in only_heads.items()},
+            "causal": causal, "bias": None if bias is None else (tuple(bias.shape), bias.dtype),
+            "requires_grad": (torch.is_grad_enabled(), *requires_grad),
+        }
         if mode == "halo":
             return halo.attention(slices, problem, inputs, limits, kernels, backend, return_lse, check)
         heads_options = only_heads if cu_seqlens is None else {"causal": causal}
@@ -212,11 +206,9 @@ def fetched_tokens(
         TypeError, ValueError: for every bad argument, by name, and if the Triton kernels cannot run.
     """
     with OptionCheck(_checked_group(group), q) as check:
-        dtensor.refuse(q=q, k=k, log_decay=log_decay, scale=scale, cu_seqlens=cu_seqlens)
-        q, k = autocast(q, k)
-        check_arguments(q, k, k, log_decay, scale, True, window_size, skip_tolerance=skip_tolerance)
         slices, problem, inputs, limits, check.options = _sliced(
-            check, q, k, k, log_decay, None, scale, True, window_size, lengths, cu_seqlens, None, skip_tolerance
+            check, q, k, k, log_decay, scale, window_size, None, lengths, cu_seqlens, None, skip_tolerance,
+            {"causal": True},
         )
         registry.select(problem, "triton")
         plan, _ = make_plan(slices, problem, inputs, limits, tolerance_share(problem), check)
@@ -226,11 +218,19 @@ def fetched_tokens(
 
 
 def _sliced(
-    check: OptionCheck, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, sink: Tensor | None,
-    scale: Tensor | float | None, causal: bool, window_size: tuple[int, int] | None, lengths: Sequence[int] | None,
-    cu_seqlens: Tensor | None, max_seqlen: int | None, skip_tolerance: SkipTolerance,
-) -> tuple[Slices, AttentionProblem, Inputs, ViewLimits, tuple[Option, ...]]:
-    """Slices, this rank's part of the call, and the options that every call of a group compares."""
+    check: OptionCheck, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None,
+    scale: Tensor | float | None, window_size: tuple[int, int] | None, sink: Tensor | None,
+    lengths: Sequence[int] | None, cu_seqlens: Tensor | None, max_seqlen: int | None, skip_tolerance: SkipTolerance,
+    only_heads: dict[str, Any],
+) -> tuple[Slices, AttentionProblem, Inputs, ViewLimits, dict[str, Any]]:
+    """Checked slices, this rank's part of the call, and the options that every call of a group compares."""
+    dtensor.refuse(q=q, k=k, v=v, log_decay=log_decay, scale=scale, sink=sink, cu_seqlens=cu_seqlens, **only_heads)
+    q, k, v = autocast(q, k, v)
+    of_slices = {name: x for name, x in only_heads.items() if name != "bias"}  # a bias has all tokens
+    check_arguments(
+        q, k, v, log_decay, scale, window_size=window_size, sink=sink, skip_tolerance=skip_tolerance, **of_slices
+    )
+    causal = only_heads["causal"]
     if q.device.type not in check.device_types:
         raise ValueError(
             f"q: expected a device of the group's backend, {' or '.join(check.device_types)}, got {q.device}; move the "
@@ -240,15 +240,15 @@ def _sliced(
     longest = _checked_longest(q, slices, cu_seqlens, max_seqlen)
     inputs, window = inputs_of(q, k, v, log_decay, scale, sink=sink), window_of(window_size, causal)
     problem, rates = problem_of(inputs, causal, window_size, skip_tolerance), inputs.log_decay
-    options = (
-        Option("lengths", slices.lengths),
-        Option("q", (problem.device.type, problem.dtype, problem.batch, problem.num_heads, problem.head_dim)),
-        Option("k", (problem.num_kv_heads, problem.head_dim)), Option("v", problem.value_dim),
-        Option("log_decay", None if rates is None else (problem.decay, rates.dtype)),
-        Option("scale", inputs.scale if inputs.row_scale is None else "one per row"), Option("window_size", window),
-        Option("cu_seqlens", None if cu_seqlens is None else cu_seqlens.shape[0]), Option("max_seqlen", longest),
-        Option("skip_tolerance", problem.skip_tolerance),
-    )
+    options = {
+        "lengths": slices.lengths,
+        "q": (problem.device.type, problem.dtype, problem.batch, problem.num_heads, problem.head_dim),
+        "k": (problem.num_kv_heads, problem.head_dim), "v": problem.value_dim,
+        "log_decay": None if rates is None else (problem.decay, rates.dtype),
+        "scale": inputs.scale if inputs.row_scale is None else "one per row", "window_size": window,
+        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.shape[0], "max_seqlen": longest,
+        "skip_tolerance": problem.skip_tolerance,
+    }
     return slices, problem, inputs, ViewLimits(window[0], None, cu_seqlens, longest), options
 
 

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,18 +14,11 @@ from torch import Tensor
 from decayattn import compatibility
 from decayattn.distributed.collectives import all_gather, on_device
 
-# upper bound on the compared options of a call: the size of the first collective must not depend on them
-_MAX_OPTIONS = 32
-# gathered instead of a rank's values if it raises
-_RAISED = -1
+_MAX_OPTIONS = 32  # of a call: the size of the first collective must not depend on their number
+_RAISED = -1  # gathered instead of a rank's values if it raises
 _MAX_CACHED = 4096  # options of a group: lengths may change in every step
 # groups, and the options on which their ranks have already agreed
 _agreed: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple]]" = weakref.WeakKeyDictionary()
-
-
-class Option(NamedTuple):
-    name: str
-    value: Any  # the same repr on every rank
 
 
 class OptionCheck:
@@ -40,7 +33,7 @@ class OptionCheck:
         self.device = x.device if isinstance(x, Tensor) else torch.device("meta")
         if self.device.type not in self.device_types:
             self.device = torch.device(self.device_types[0])
-        self.options: tuple[Option, ...] = ()
+        self.options: dict[str, Any] = {}  # values whose repr is the same on every rank
         self.width = _MAX_OPTIONS  # int64 values per rank in the gather that other ranks wait in; 0: none
         self._compared = False
 
@@ -66,7 +59,7 @@ class OptionCheck:
         if self._compared:
             return
         self._compared = True
-        digests = _digests(self.options)
+        digests = _digests(tuple(self.options.items()))
         agreed = _agreed.setdefault(self.group, set())
         known = self.device.type != "cpu" and digests in agreed
         if self.device.type == "cuda" and not known and torch.cuda.is_current_stream_capturing():
@@ -85,7 +78,7 @@ class OptionCheck:
             return
         found = everyone.tolist()
         refuse_raised(found)
-        for n, (name, value) in enumerate(self.options):
+        for n, (name, value) in enumerate(self.options.items()):
             others = [other for other, theirs in enumerate(found) if theirs[n] != digests[n]]
             if others:
                 raise ValueError(
@@ -119,7 +112,7 @@ def _device_types(group: dist.ProcessGroup) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _digests(options: tuple[Option, ...]) -> tuple[int, ...]:
+def _digests(options: tuple[tuple[str, Any], ...]) -> tuple[int, ...]:
     assert len(options) <= _MAX_OPTIONS
     hashed = (hashlib.blake2b(repr(option).encode(), digest_size=7).digest() for option in options)
     return *(int.from_bytes(digest, "big") for digest in hashed), *(0,) * (_MAX_OPTIONS - len(options))

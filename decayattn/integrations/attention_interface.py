@@ -100,7 +100,11 @@ def attention(
         if attention_mask.ndim == 2:
             real = attention_mask != 0
         elif kind not in (_ALL, _PAST, _WINDOW) or attention_mask.shape[1:3] != (1, 1):
-            options |= {"causal": False, "window_size": None, "bias": _biased(attention_mask, position_bias)}
+            if position_bias is not None and kind == torch.bool:
+                attention_mask = torch.where(attention_mask, position_bias, -torch.inf)
+            elif position_bias is not None:
+                attention_mask = position_bias + attention_mask
+            options |= {"causal": False, "window_size": None, "bias": attention_mask}
             return decay_attention(q, k, v, log_decay, **options).contiguous(), None
         elif kind == _WINDOW and window is None:
             raise ValueError("sliding_window: expected the window of the mask, got None")
@@ -172,16 +176,8 @@ def mask(
     return torch.ones((), dtype=kind, device=device).expand(batch_size, 1, 1, columns)
 
 
-def register() -> None:
-    """Register the attention with transformers; importing this module does it.
-
-    Two methods of PreTrainedModel get a check, because transformers checks a model's support only for its own names.
-    """
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
-    for check in (get_correct_attn_implementation, set_attn_implementation):
-        method = getattr(PreTrainedModel, check.__name__)
-        setattr(PreTrainedModel, check.__name__, functools.wraps(method)(check(method)))
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)
 
 
 def _kind(mask_function: Callable) -> torch.dtype | None:
@@ -198,14 +194,6 @@ def _kind(mask_function: Callable) -> torch.dtype | None:
     causal = [part is masking_utils.causal_mask_function for part in parts]
     both = mask_function.__qualname__.startswith("and_masks.")
     return _WINDOW if both and len(parts) == 2 and any(windows) and any(causal) else None
-
-
-def _biased(attention_mask: Tensor, position_bias: Tensor | None) -> Tensor:
-    if position_bias is None:
-        return attention_mask
-    if attention_mask.dtype == torch.bool:
-        return torch.where(attention_mask, position_bias, -torch.inf)
-    return position_bias + attention_mask
 
 
 def _packed(
@@ -268,32 +256,29 @@ def _sequence_bounds(real: Tensor, queries: int | None) -> dict[str, Tensor]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Support by models
+# Support by models: transformers checks it only for its own names
+
+_get_correct, _set = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.set_attn_implementation
 
 
-def get_correct_attn_implementation(original: Callable) -> Callable:
-    """PreTrainedModel's method, called when a model is created, with a check for NAME."""
-
-    def checked(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-        name = original(self, requested_attention, *args, **kwargs)
-        if name == NAME:
-            _check_support(self)
-        return name
-
-    return checked
+@functools.wraps(_get_correct)  # called when a model is created
+def _get_checked(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+    name = _get_correct(self, requested_attention, *args, **kwargs)
+    if name == NAME:
+        _check_support(self)
+    return name
 
 
-def set_attn_implementation(original: Callable) -> Callable:
-    """PreTrainedModel's method with a check for NAME; the original only warns about models that cannot change."""
+@functools.wraps(_set)  # which only warns about models that cannot change
+def _set_checked(self: PreTrainedModel, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
+    if attn_implementation == NAME:
+        for model in self.modules():
+            if isinstance(model, PreTrainedModel):
+                _check_support(model)
+    _set(self, attn_implementation, *args, **kwargs)
 
-    def checked(self: PreTrainedModel, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
-        if attn_implementation == NAME:
-            for model in self.modules():
-                if isinstance(model, PreTrainedModel):
-                    _check_support(model)
-        original(self, attn_implementation, *args, **kwargs)
 
-    return checked
+PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.set_attn_implementation = _get_checked, _set_checked
 
 
 def _check_support(model: PreTrainedModel) -> None:
@@ -318,6 +303,3 @@ def _check_support(model: PreTrainedModel) -> None:
             )
     of = type(model.config)
     _DESCRIBES_PADDING[of] = _DESCRIBES_PADDING.get(of, True) and all(kind._supports_flash_attn for kind in kinds)
-
-
-register()

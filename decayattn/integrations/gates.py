@@ -8,7 +8,7 @@ with the keys. Caches that change the bits of keys cannot; a quantised cache rai
 import copy
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -199,21 +199,20 @@ def _init_weights(model: PreTrainedModel, module: nn.Module) -> None:
         type(model)._init_weights(model, module)
 
 
-def _restoring(post_init: Callable[[PreTrainedModel], None]) -> Callable[[PreTrainedModel], None]:
-    """PreTrainedModel.post_init, called when a model is created, which also restores the decay of the configuration."""
-
-    @functools.wraps(post_init)
-    def restored(self: PreTrainedModel) -> None:
-        added = getattr(self.config, "added_decay", None)
-        if added is not None:
-            _insert(self, added)
-            self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "decay"}
-            self._init_weights = functools.partial(_init_weights, self)
-        post_init(self)
-        if added is not None:
-            self.set_attn_implementation(NAME)
-
-    return restored
+_post_init = PreTrainedModel.post_init
 
 
-PreTrainedModel.post_init = _restoring(PreTrainedModel.post_init)
+@functools.wraps(_post_init)  # called when a model is created
+def _restoring_post_init(self: PreTrainedModel) -> None:
+    """Also restore the decay of the configuration."""
+    added = getattr(self.config, "added_decay", None)
+    if added is not None:
+        _insert(self, added)
+        self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "decay"}
+        self._init_weights = functools.partial(_init_weights, self)
+    _post_init(self)
+    if added is not None:
+        self.set_attn_implementation(NAME)
+
+
+PreTrainedModel.post_init = _restoring_post_init

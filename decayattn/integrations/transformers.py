@@ -21,8 +21,8 @@ import inspect
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
-from typing import Literal, SupportsIndex
+from collections.abc import Sequence
+from typing import Any, Literal, SupportsIndex
 
 import torch
 import torch.nn.functional as F
@@ -353,10 +353,16 @@ class DecayBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: DecayConfig):
         super().__init__()
+        decay: Any = config.decay  # a preset
+        if config.initial_half_lives is not None:
+            heads, half_lives = config.num_attention_heads, config.initial_half_lives
+            decay = ScalarDecay(config.hidden_size, heads, initial_half_lives=half_lives)
+        elif config.log_decay is not None:
+            decay = ConstantDecay(config.log_decay, learned=config.decay.endswith("learned"))
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = DecayFlashAttention(
             config.hidden_size, config.num_attention_heads, num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim, decay=_make_decay(config), qk_norm=config.qk_norm,
+            head_dim=config.head_dim, decay=decay, qk_norm=config.qk_norm,
             output_gate=config.output_gate, window_size=config.window_size, sink=config.sink, backend=config.backend,
         )
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -598,14 +604,12 @@ _OF_EVERY_MODEL = {
     "is_causal": (True, "the model is causal"),
     "token_type_ids": (None, "the model has no segments; a tokenizer leaves them out with return_token_type_ids=False"),
 }
-# positions in a cache; a DecayModelCache tracks them itself
-_IGNORED = ("cache_position",)
 
 
 def _refuse_unknown(kwargs: dict) -> None:
     """Refuse unknown arguments, and known ones that would have to change the result."""
     for name, value in kwargs.items():
-        if value is None or name in _IGNORED:
+        if value is None or name == "cache_position":  # a DecayModelCache tracks positions itself
             continue
         if name not in _OF_EVERY_MODEL:
             raise TypeError(f"{name}: unexpected argument of the model, got {value!r} of type {type(value).__name__}")
@@ -664,15 +668,6 @@ def _read_positions(
     return {"cu_seqlens": offsets, "max_seqlen": int(offsets.diff().max())}
 
 
-def _make_decay(config: DecayConfig) -> attention.DecayPreset | nn.Module:
-    """The `decay` of DecayFlashAttention."""
-    if config.initial_half_lives is not None:
-        return ScalarDecay(config.hidden_size, config.num_attention_heads, initial_half_lives=config.initial_half_lives)
-    if config.log_decay is not None:
-        return ConstantDecay(config.log_decay, learned=config.decay.endswith("learned"))
-    return config.decay  # type: ignore[return-value]  # "constant-learned" was handled above
-
-
 def _new_columns(attention_mask: Tensor, x: Tensor, cache: DecayModelCache | None) -> Tensor:
     """The columns of the new tokens, (B, T) bool."""
     if not isinstance(attention_mask, Tensor):
@@ -701,25 +696,19 @@ def _new_columns(attention_mask: Tensor, x: Tensor, cache: DecayModelCache | Non
     return real[:, past:]
 
 
-def _sparing(parameter_names: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """Trainer.get_decay_parameter_names without the parameters of decays, sinks and learned scales."""
-
-    @functools.wraps(parameter_names)
-    def get_decay_parameter_names(self: Trainer, model: nn.Module) -> list[str]:
-        spared, parameters = spared_parameters(model), dict(model.named_parameters(remove_duplicate=False))
-        return [name for name in parameter_names(self, model) if parameters.get(name) not in spared]
-
-    return get_decay_parameter_names
+_parameter_names = Trainer.get_decay_parameter_names
 
 
-def register() -> None:
-    """Register the models with the Auto classes and spare decays in Trainer. Importing this module does it."""
-    AutoConfig.register(DecayConfig.model_type, DecayConfig, exist_ok=True)
-    AutoModel.register(DecayConfig, DecayModel, exist_ok=True)
-    AutoModelForCausalLM.register(DecayConfig, DecayForCausalLM, exist_ok=True)
-    AutoModelForSequenceClassification.register(DecayConfig, DecayForSequenceClassification, exist_ok=True)
-    AutoModelForTokenClassification.register(DecayConfig, DecayForTokenClassification, exist_ok=True)
-    Trainer.get_decay_parameter_names = _sparing(Trainer.get_decay_parameter_names)
+@functools.wraps(_parameter_names)
+def _get_decay_parameter_names(self: Trainer, model: nn.Module) -> list[str]:
+    """Leave out the parameters of decays, sinks and learned scales."""
+    spared, parameters = spared_parameters(model), dict(model.named_parameters(remove_duplicate=False))
+    return [name for name in _parameter_names(self, model) if parameters.get(name) not in spared]
 
 
-register()
+AutoConfig.register(DecayConfig.model_type, DecayConfig, exist_ok=True)
+AutoModel.register(DecayConfig, DecayModel, exist_ok=True)
+AutoModelForCausalLM.register(DecayConfig, DecayForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(DecayConfig, DecayForSequenceClassification, exist_ok=True)
+AutoModelForTokenClassification.register(DecayConfig, DecayForTokenClassification, exist_ok=True)
+Trainer.get_decay_parameter_names = _get_decay_parameter_names
