@@ -95,7 +95,7 @@ def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
 
 
 def check_count(name: str, number: int, least: int = 0) -> int:
-    """Return the number as `integer`; refuse anything but an integer of at least `least`."""
+    """Return the number as Python's int, if it is not symbolic; refuse anything but an integer of at least `least`."""
     if not is_integer(number):
         raise wrong_type(name, "an int", number)
     if number < least:
@@ -104,7 +104,7 @@ def check_count(name: str, number: int, least: int = 0) -> int:
 
 
 def check_positive_int(name: str, value: int) -> int:
-    """`check_count` of at least 1."""
+    """Return the value as Python's int; it may be numpy's."""
     return check_count(name, value, 1)
 
 

@@ -45,7 +45,7 @@ def versions() -> list[tuple[str, str]]:
 
 def version(module: str) -> str:
     """Installed packages that contain the module (Triton has several names), with their versions."""
-    packages = {*importlib.metadata.packages_distributions().get(module, ())}
+    packages = sorted({*importlib.metadata.packages_distributions().get(module, ())})
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages) or "not installed"
 
 

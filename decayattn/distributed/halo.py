@@ -101,9 +101,7 @@ class TwoCalls(torch.autograd.Function):
             far_lse, of_far = _far(inputs, settings).forward(with_lse, Precomputed(out[:, rows:], *precomputed))
         parts = [k, v, None if log_decay is None or log_decay.ndim == 1 else log_decay]
         extended = fetch_halo(plan, parts, rows, settings.runs_kernels, check)
-        near_lse, of_near, ctx.has_near = None, (), rows > 0 or plan.halo > 0 or not length
-        if ctx.has_near:
-            near_lse, of_near = _near(inputs, extended, settings).forward(with_lse, Precomputed(out[:, :rows]))
+        near_lse, of_near = _near(inputs, extended, settings).forward(with_lse, Precomputed(out[:, :rows]))
         ctx.of_near = len(of_near)
         ctx.save_for_backward(q, k, v, log_decay, row_scale, sink, out, *extended, *of_near, *of_far)
         if not with_lse:
@@ -133,10 +131,8 @@ class TwoCalls(torch.autograd.Function):
             needed = needs_k, needs_v, needs_decay and per_token
             return [x if is_needed else None for x, is_needed in zip(grads, needed, strict=True)]
 
-        calls, near_keys = [], of_keys(*extended)  # without a near call: only for dtypes and widths
-        if ctx.has_near:
-            near = gradients(_near(inputs, extended, settings), of_near, slice(0, rows))
-            calls, near_keys = [near], of_keys(near.dk, near.dv, near.d_log_decay)
+        near = gradients(_near(inputs, extended, settings), of_near, slice(0, rows))
+        calls, near_keys = [near], of_keys(near.dk, near.dv, near.d_log_decay)
         exchanges = any(x is not None for x in near_keys)
         returned = return_gradients(plan, near_keys, runs_kernels) if exchanges else None
         if rows < length:
