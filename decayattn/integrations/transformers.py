@@ -227,8 +227,7 @@ def _check_log_decay(log_decay: Sequence[float] | Tensor | None, decay: str, hea
 class DecayCacheLayer(DynamicLayer):
     """Cache of one attention layer: a DecayCache with room for twice its tokens, or for max_length if that is less.
 
-    Args:
-        max_length: expected number of tokens; not a limit.
+    max_length is the expected number of tokens, not a limit.
     """
 
     def __init__(self, max_length: float = math.inf):
@@ -304,12 +303,7 @@ class DecayCacheLayer(DynamicLayer):
 
 class DecayModelCache(Cache):
     """Cache (past_key_values) of DecayModel, with one DecayCacheLayer for each layer that the model runs. Inference
-    only.
-
-    Args:
-        config: of the model.
-        max_length: as in DecayCacheLayer; `generate` passes it.
-    """
+    only. `generate` passes max_length."""
 
     layers: list[DecayCacheLayer]
 

@@ -116,8 +116,7 @@ def verify_attention(
     problem, inputs = normalize.dense(q, k, v, log_decay, **{"scale": None, "causal": True, **options})
     scale, bias, sink = (options.pop(name, None) for name in ("scale", "bias", "sink"))
     arguments = Arguments(q, k, v, log_decay, scale, bias, sink)
-    options["attend"] = attend
-    return _judge(problem, arguments, inputs.bounds, grad_out, grad_lse, heads, backend, options)
+    return _judge(problem, arguments, inputs.bounds, grad_out, grad_lse, heads, backend, options | {"attend": attend})
 
 
 def verify_attention_varlen(
@@ -150,8 +149,7 @@ def verify_attention_varlen(
         log_decay = log_decay[None]
     arguments = Arguments(*inputs[:3], log_decay, options.pop("scale", None), None, options.pop("sink", None))
     grad_out, grad_lse = (x if x is None else x[None] for x in (grad_out, grad_lse))
-    options["attend"] = attend
-    return _judge(problem, arguments, inputs.bounds, grad_out, grad_lse, heads, backend, options)
+    return _judge(problem, arguments, inputs.bounds, grad_out, grad_lse, heads, backend, options | {"attend": attend})
 
 
 @torch.inference_mode(False)

@@ -9,21 +9,18 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from decayattn import reference
+from decayattn.nn.attention import DecayFlashAttention
 from decayattn.problem import AttentionProblem, BackendName, Inputs, without_autocast
 from decayattn.testing.attention import DRAWS, MORE_DRAWS, may_be_chance
 from decayattn.testing.call import INPUTS, NORMS, Arguments, Call, bounds_of
 from decayattn.testing.table import Row, Verdict, ratio
-
-if TYPE_CHECKING:
-    from decayattn.nn.attention import DecayFlashAttention
-
 
 # Two float64 evaluations of one loss may differ by this fraction of a parameter's gradient; if that cancels, by this
 # fraction of all gradients together
@@ -234,9 +231,7 @@ def _random_numbers(device: torch.device) -> Iterator[Callable[[], tuple]]:
             numpy.random.set_state(before[1])
 
 
-def _attention_layers(model: nn.Module) -> "list[DecayFlashAttention]":
-    from decayattn.nn.attention import DecayFlashAttention  # the layer may use this module
-
+def _attention_layers(model: nn.Module) -> list[DecayFlashAttention]:
     return [module for module in model.modules() if isinstance(module, DecayFlashAttention)]
 
 
