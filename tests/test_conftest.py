@@ -1,42 +1,15 @@
 """The device of kernels is chosen once for all tests of a run: nothing that they import or call changes it."""
 
-import ast
 import copy
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from repository_files import EXPERIMENTS, ROOT, TESTS
+from repository_files import ROOT, TESTS
 
 NOT_THEN = ("__name__ == '__main__'", "not torch.cuda.is_available()")
-
-
-def run_when_imported(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a module that its import runs on a GPU, blocks opened."""
-    for statement in statements:
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        if isinstance(statement, ast.If) and ast.unparse(statement.test) in NOT_THEN:
-            continue
-        blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
-        blocks += [handler.body for handler in getattr(statement, "handlers", [])]
-        if not any(blocks):
-            yield statement
-        for block in blocks:
-            yield from run_when_imported(block)
-
-
-@pytest.mark.parametrize("folder", [TESTS, EXPERIMENTS], ids=lambda folder: folder.name)
-def test_no_module_sets_triton_s_environment_when_it_is_imported(folder):
-    paths = set(folder.rglob("*.py")) - {TESTS / "conftest.py"}
-    assert len(paths) > 20
-    for path in paths:
-        for statement in run_when_imported(ast.parse(path.read_text(encoding="utf-8")).body):
-            text = ast.unparse(statement)
-            assert not ("environ" in text and "TRITON_" in text), f"{path.name}:{statement.lineno}: {text}"
 
 
 COLLECT = """

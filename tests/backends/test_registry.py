@@ -160,17 +160,20 @@ def test_own_import_errors_are_no_missing_triton(monkeypatch):
         registry.load.cache_clear()
 
 
-@pytest.mark.parametrize(("length", "heads", "chosen"), [(1024, 8, "triton"), (2048, 8, "hopper"), (256, 64, "hopper")])
-def test_auto_takes_the_faster_backend(length, heads, chosen, monkeypatch):
+@pytest.mark.parametrize(("length", "heads", "dim", "chosen"), [
+    (1024, 8, 64, "triton"), (1024, 8, 128, "triton"), (2048, 8, 64, "hopper"), (256, 64, 64, "hopper"),
+    (64, 8, 136, "hopper"),
+])
+def test_auto_takes_the_faster_backend(length, heads, dim, chosen, monkeypatch):
     """On a GPU where every backend takes the problem."""
     hopper = registry.load("hopper")
     if isinstance(hopper, str):
         pytest.skip(hopper)
     monkeypatch.setattr(launching, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(registry, "_objection", lambda *arguments: None)
-    q = torch.zeros(1, length, heads, 64)
-    inputs = Inputs(q, q, q, torch.zeros(heads), scale=0.125)
-    asked_for = AttentionProblem.of(q, q, inputs.log_decay, None, True)
+    q, v = torch.zeros(1, length, heads, 64), torch.zeros(1, length, heads, dim)
+    inputs = Inputs(q, q, v, torch.zeros(heads), scale=0.125)
+    asked_for = AttentionProblem.of(q, v, inputs.log_decay, None, True)
     assert registry.resolve(asked_for, "auto", inputs) == chosen
     assert registry.resolve(asked_for, "hopper", inputs) == "hopper"
     packed = asked_for._replace(layout="packed", sequences=3)  # not measured

@@ -27,7 +27,7 @@ if __name__ == "__main__":  # before anything imports triton; the tests that imp
 
 import torch
 from gluon_on_cpu import language, machine
-from hopper_problems import PACKINGS, emulated, make, make_packed, row_scales
+from hopper_problems import MIXED, emulated, make, make_packed, row_scales
 
 from decayattn import decay_attention, decay_attention_varlen
 from decayattn.backends.hopper import backend as hopper
@@ -96,7 +96,7 @@ def problems(dim: int) -> dict[str, tuple[dict, dict]]:
     torch.manual_seed(0)
     resets = make(700, batch=1, heads=2, dim=dim)
     resets["log_decay"][:, [350, 420, 600]] = -torch.inf
-    packed = make_packed(*PACKINGS[2], heads=2, dim=dim, outside=0)
+    packed = make_packed(*MIXED, heads=2, dim=dim, outside=0)
     packed = {name: x.nan_to_num() if x.is_floating_point() else x for name, x in packed.items()}
     scaled = make(450, batch=1, heads=2, dim=dim)
     wide = {}

@@ -4,6 +4,7 @@ No module imports one that is above it, each folder knows those below it, and th
 """
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ def modules():
         yield ".".join(parts).removesuffix(".__init__"), file
 
 
+@functools.cache
 def imports(inside_functions=False):
     """Module → those of the package that it imports when it is imported itself, or also when its functions run."""
     files = dict(modules())

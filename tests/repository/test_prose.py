@@ -124,15 +124,3 @@ def test_prose_obeys_rule(rule, found):
 ])
 def test_rules_find_offences(kind, text, rules):
     assert [rule for rule, _ in offences(kind, text)] == rules
-
-
-def test_texts_have_kinds_and_lines():
-    source = '"""Module."""\n# a comment\ndef test_a():\n    """Test."""\n    raise ValueError(f"q: {1} bad")\n'
-    assert set(python(source)) == {
-        ("docstring", 1, "Module."), ("comment", 2, "a comment"), ("test", 3, "test_a"), ("docstring", 3, "Test."),
-        ("error", 5, "q:   bad"),
-    }
-    page = "# Title\n\nA text.\n\n```py\nx = 1\n```\n| a | b |\n\n- one\n  more\n- two\n"
-    assert [(line, text) for _, line, text in markdown(page)] == [
-        (3, "A text.\n"), (10, "- one\n  more\n"), (12, "- two\n"),
-    ]

@@ -36,23 +36,24 @@ def test_forward_takes_a_precomputed_decay(decay, by):
 
 def results(causal: bool, seed: int, programs: int, **options) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    leaves = {name: x.requires_grad_() for name, x in make(330, **options).items()}
+    leaves = {name: x.requires_grad_() for name, x in make(260, **options).items()}
     with emulated(seed, programs):
         out, lse = decay_attention(**leaves, causal=causal, return_lse=True, backend="hopper")
         grads = torch.autograd.grad(out, list(leaves.values()), torch.randn_like(out))
     return dict(zip(("out", "lse", *leaves), (out, lse, *grads), strict=True))
 
 
-@pytest.mark.parametrize(("dim", "causal"), [(64, True), (128, False), (192, True), (256, True)])
-def test_results_do_not_depend_on_the_order(dim, causal):
+@pytest.mark.parametrize(("dim", "causal", "programs"), [
+    (64, True, 1), (128, False, 8), (192, True, 1), (256, True, 1), pytest.param(256, False, 8, marks=pytest.mark.slow),
+])
+def test_results_do_not_depend_on_the_order(dim, causal, programs):
     """Only sums by atomics may move."""
     expected = results(causal, 0, 3, dim=dim)
-    for seed, programs in ((1, 1), (2, 8)):
-        for name, x in results(causal, seed, programs, dim=dim).items():
-            if name in ("q", "log_decay"):
-                torch.testing.assert_close(x, expected[name], rtol=0.02, atol=1e-3)
-            else:
-                assert torch.equal(x, expected[name]), name
+    for name, x in results(causal, 1, programs, dim=dim).items():
+        if name in ("q", "log_decay"):
+            torch.testing.assert_close(x, expected[name], rtol=0.02, atol=1e-3)
+        else:
+            assert torch.equal(x, expected[name]), name
 
 
 # calls that keep warps apart

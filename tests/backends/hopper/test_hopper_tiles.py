@@ -5,13 +5,12 @@ import itertools
 import pytest
 import torch
 
-from decayattn.backends.hopper import backend as hopper
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward import launch as launch_backward
 from decayattn.backends.hopper.backward.row_terms import RowTermsTraits, row_terms_kernel
 from decayattn.backends.hopper.common import descriptors, tile_table
 from decayattn.backends.hopper.forward import launch
-from decayattn.backends.runtime import launching, tma
+from decayattn.backends.runtime import tma
 from decayattn.backends.runtime.strided import strided
 from decayattn.backends.tiles.bf16_splits import SPLIT_COLUMNS, SPLITS
 from decayattn.problem import AttentionProblem
@@ -55,8 +54,10 @@ def lines(problem: AttentionProblem, bounds: torch.Tensor, tile: int, of_keys: b
     return found
 
 
-@pytest.mark.parametrize("tile", [64, 128, 192])
-@pytest.mark.parametrize("lengths", [*PACKINGS, None])
+@pytest.mark.parametrize(("lengths", "tile"), [
+    (PACKINGS[0], 64), (PACKINGS[1], 64), (PACKINGS[2], 64), (PACKINGS[2], 128), (PACKINGS[2], 192), (PACKINGS[3], 192),
+    (PACKINGS[4], 128), (None, 128), (None, 192),
+])
 def test_tables_of_tiles(lengths, tile, device):
     problem, bounds = padded(device) if lengths is None else packed(device, *lengths)
     for last_first, of_keys in ((True, False), (False, True)):
@@ -103,11 +104,9 @@ def test_rows_without_a_key_have_no_terms(device):
 
 def test_heads_together(monkeypatch):
     monkeypatch.setattr(config, "CACHE_BYTES", 1000)
-    assert [launch.heads_together(12, size) for size in (50, 84, 130, 200, 333, 999, 1001)] == [12, 6, 6, 4, 3, 1, 1]
     for heads, size, options, expected in (
-        (12, 500, dict(sharing=3), 6), (12, 1001, dict(sharing=3), 3), (7, 200, {}, 4), (7, 0, {}, 7),
-        (12, 1001, dict(minimum=6), 6), (12, 1001, dict(minimum=5), 4), (12, 1001, dict(sharing=3, minimum=5), 6),
-        (3, 1001, dict(minimum=32), 3),
+        (12, 500, dict(sharing=3), 6), (12, 1001, dict(sharing=3), 3), (7, 0, {}, 7), (12, 1001, dict(minimum=5), 4),
+        (12, 1001, dict(sharing=3, minimum=5), 6), (3, 1001, dict(minimum=32), 3),
     ):
         assert launch.heads_together(heads, size, **options) == expected
     for heads, most in itertools.product((1, 2, 521, 512, 1046, 70_001), (1, 2, 3, 7, 40, 512)):
@@ -163,22 +162,3 @@ def test_slices_need_one_token_axis(device):
     assert descriptors.slices_unsupported(x[:1, :2]) is None
     assert descriptors.slices_unsupported(x[:1, :1].expand(1, 2**30 - 1, 4, 64)) is None
     assert "1073741824 tokens" in descriptors.slices_unsupported(x[:1, :1].expand(1, 2**30, 4, 64))
-
-
-@pytest.mark.parametrize(("length", "dims", "expected"), [
-    (1024, (128, 128), False), (4096, (128, 128), True), (64, (256, 256), True), (64, (64, 136), True),
-])
-def test_few_tokens_are_left_to_other_backends(monkeypatch, length, dims, expected):
-    monkeypatch.setattr(launching, "multiprocessors", lambda device: 132)
-    q, v = (torch.empty(1, length, 8, dim, dtype=torch.bfloat16) for dim in dims)
-    assert hopper.is_profitable(AttentionProblem.of(q, v, None, None, True, (-1, -1))) == expected
-
-
-def test_gpus_of_another_make_are_refused(monkeypatch):
-    """Though they may have the capability."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    unavailable, gpu = hopper.unavailable.__wrapped__, torch.device("cuda", 0)
-    monkeypatch.setattr(torch.version, "hip", None)
-    assert unavailable(torch.bfloat16, gpu) is None
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "not with ROCm" in unavailable(torch.bfloat16, gpu)

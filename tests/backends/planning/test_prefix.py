@@ -3,10 +3,8 @@
 import itertools
 import math
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from decayattn.backends.planning import prefix, sequences
 from decayattn.problem import DECAY_BLOCK, AttentionProblem
@@ -213,19 +211,6 @@ def test_counter_is_zeroed(launches, device):
     counter, log_decay = torch.ones(1, dtype=torch.int32, device=device), torch.randn(1, 300, 2, device=device)
     prefix.build(problem_of(log_decay), log_decay, counter=counter)
     assert counter.item() == 0
-
-
-@hypothesis.settings(
-    max_examples=40 if ON_GPU else 12, deadline=None, derandomize=True,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
-@hypothesis.given(
-    length=st.integers(1, 400), query_length=st.integers(1, 400), density=st.sampled_from([0.0, 0.01, 0.3])
-)
-def test_random_lengths_and_resets(length, query_length, density, launches, device):
-    log_decay = torch.randn(1, length, 2, device=device)
-    log_decay[torch.rand_like(log_decay) < density] = -torch.inf
-    check(log_decay, query_length)
 
 
 def test_differences_keep_their_low_bits_at_any_length(device):

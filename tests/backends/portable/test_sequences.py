@@ -7,13 +7,10 @@ and blocks of the decay prefix 128 tokens: the lengths here are multiples of nei
 import itertools
 import math
 
-import hypothesis
 import pytest
 import torch
 from compiling import COMPILER
-from hypothesis import strategies as st
 from judged_calls import SINK_CHECKS, captured, leading_sink_keeps_its_bits
-from torch.autograd import gradcheck
 
 from decayattn import decay_attention, decay_attention_varlen, validation
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
@@ -231,35 +228,6 @@ def test_bounds_of_the_lengths(longest_q, longest_k):
     verify(inputs, max_seqlen_q=longest_q, max_seqlen_k=longest_k)
 
 
-@st.composite
-def packings(draw):
-    count = draw(st.integers(0, 4))
-    lengths = st.lists(st.sampled_from([0, 1, 2, 31, 32, 33, 50]), min_size=count, max_size=count)
-    rows = draw(lengths)
-    return dict(
-        rows=rows,
-        keys=draw(st.one_of(st.just(rows), lengths)),
-        before=draw(st.sampled_from([0, 3])),
-        after=draw(st.sampled_from([0, 40])),
-        decay=draw(st.sampled_from(["none", "constant", "scalar", "resets"])),
-        causal=draw(st.booleans()),
-        window=(draw(st.sampled_from([-1, 0, 20, 40])), draw(st.sampled_from([-1, 0, 20, 40]))),
-        sink=draw(st.booleans()),
-    )
-
-
-@hypothesis.settings(
-    max_examples=50 if ON_GPU else 5, deadline=None, derandomize=True,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
-)
-@hypothesis.given(case=packings())
-def test_random_packings(case):
-    lengths = {name: x + case["before"] for name, x in offsets(case["rows"], case["keys"]).items()}
-    rows, keys = (int(x[-1]) + case["after"] for x in lengths.values())
-    inputs = make_packed(rows, keys, case["decay"], sink=case["sink"])
-    verify(inputs | lengths, causal=case["causal"], window_size=case["window"])
-
-
 @pytest.mark.parametrize(("shape", "causal"), [
     ((2, 2, 40, 70), True), ((2, 40, 70), False), ((2, 1, 1, 70), True), ((1, 40, 1), False), ((), True),
 ])
@@ -357,28 +325,6 @@ def test_rows_that_see_nothing(incoming):
         assert (gradient == 0).all()
 
 
-@pytest.mark.parametrize("decay", ["constant", "scalar"])
-def test_sequences_do_not_depend_on_their_neighbours(decay):
-    """Bitwise: nothing of a sequence depends on its place or on its neighbours."""
-    inputs = make_packed(120, 120, decay, row_scale=True)
-    names = ("q", "k", "v", "scale") + (("log_decay",) if decay == "scalar" else ())
-
-    def results(tensors, lengths, own):
-        leaves = {name: tensors[name].detach().clone().requires_grad_() for name in names}
-        out, lse = decay_attention_varlen(
-            **tensors | leaves, **offsets(lengths), max_seqlen_q=75, max_seqlen_k=75, return_lse=True,
-            backend="triton",
-        )
-        loss = out[own].square().sum() + lse[:, own].sum()
-        return [out[own], lse[:, own], *(x[own] for x in torch.autograd.grad(loss, list(leaves.values())))]
-
-    own = slice(42, 117)
-    alone = {name: x[own] if name in names else x for name, x in inputs.items()}
-    found = results(inputs, [2, 40, 75], own)
-    for a, b in zip(found, results(alone, [75], slice(None)), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
 def test_offsets_that_decrease_or_leave_the_axis(monkeypatch):
     """Against the contract. The results are in the tensors, and equal those of the clamped offsets."""
     monkeypatch.setattr(validation, "refuse_unless", lambda *_: None)  # a GPU has no such check
@@ -410,35 +356,6 @@ def test_offsets_changed_in_place():
         found.append([out, *torch.autograd.grad(out.square().sum(), q)])
     assert all(map(torch.equal, found[0], found[2]))
     assert not any(map(torch.equal, found[0], found[1]))
-
-
-# Gradients by finite differences
-
-
-@pytest.mark.parametrize(("packed", "causal"), [(True, True), (False, False)])
-def test_gradcheck(packed, causal):
-    """A window and a sink, packed; with a bias, padded on both sides. Out and lse, with respect to every leaf."""
-    inputs = make(36, 36, "growth", heads=1, dtype=F64, row_scale=True, sink=True)
-    if not packed:
-        inputs["bias"] = torch.randn(1, 36, 36, dtype=F64, device=DEVICE)
-    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
-    lengths = (
-        offsets([3, 33], [10, 25]) | dict(max_seqlen_q=33, max_seqlen_k=25)
-        if packed
-        else dict(seqused_q=int32(35), seqused_k=int32(34), leftpad_k=int32(1))
-    )
-
-    def outputs(*values):
-        arguments = dict(zip(leaves, values, strict=True))
-        options = dict(causal=causal, window_size=(20, 8), return_lse=True, backend="triton")
-        if not packed:
-            out, lse = decay_attention(**arguments, **options, **lengths)
-            return out[:, :35], lse[..., :35]
-        without_batch = {name: x[0] if name != "sink" else x for name, x in arguments.items()}
-        return decay_attention_varlen(**without_batch, **options, **lengths)
-
-    values = tuple(leaves.values())
-    assert gradcheck(outputs, values, eps=1e-6, atol=1e-7, rtol=1e-5, check_undefined_grad=False, fast_mode=True)
 
 
 # PyTorch
