@@ -534,6 +534,7 @@ def test_tiles_of_several_granules(device, visited, monkeypatch):
 # PyTorch
 
 
+@pytest.mark.slow
 def test_one_graph_serves_calls_with_and_without_a_plan(device):
     def attend(q, k, v, log_decay):
         return decay_attention(q, k, v, log_decay, return_lse=True, backend="triton")

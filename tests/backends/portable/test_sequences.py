@@ -263,12 +263,13 @@ def test_biases_in_padded_sequences():
 # Unused memory and neighbours
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_unused_tokens_reach_nothing(causal):
-    """NaN in them, and in the log-decay of every sequence's first token, reaches nothing."""
-    packed = make_packed(70, 75, row_scale=True, sink=True)
+@pytest.mark.parametrize(("causal", "dtype"), [(True, F16), (False, F32)])
+def test_unused_tokens_reach_nothing(causal, dtype):
+    """NaN in them, and in the log-decay of every sequence's first token, reaches nothing. Tiles may be read beyond the
+    end of a sequence."""
+    packed = make_packed(70, 75, dtype=dtype, row_scale=True, sink=True)
     packed |= dict(cu_seqlens_q=int32(3, 40, 60), cu_seqlens_k=int32(2, 36, 72))
-    padded = make(40, 75, row_scale=True)
+    padded = make(40, 75, dtype=dtype, row_scale=True)
     padded |= dict(seqused_q=int32(33), seqused_k=int32(70), leftpad_q=int32(2), leftpad_k=int32(5))
     for inputs, axis, rows, keys, first in ((packed, 0, (3, 60), (2, 72), [2, 36]), (padded, 1, (2, 33), (5, 70), [5])):
         for name in ("q", "scale", "k", "v", "log_decay"):
@@ -277,35 +278,6 @@ def test_unused_tokens_reach_nothing(causal):
             tokens[:begin] = tokens[end:] = math.nan
         inputs["log_decay"].transpose(0, axis)[first] = math.nan
         verify(inputs, causal=causal)
-
-
-@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # of the interpreter
-@pytest.mark.parametrize("dim", [16, 64, 128] if ON_GPU else [16])
-def test_nan_stays_in_its_sequence(dim):
-    """Bitwise, in float16, for out, lse and all gradients. Tiles may be read beyond the end of a sequence."""
-    lengths = [300, 140, 517, 33] if ON_GPU else [40, 33, 70, 5]
-    total = sum(lengths)
-    q, k, v, d_out = (torch.randn(total, 2, dim, device=DEVICE, dtype=F16) for _ in range(4))
-    inputs = dict(q=q, k=k, v=v, log_decay=-0.5 * torch.rand(total, 2, device=DEVICE))
-    options = offsets(lengths) | dict(max_seqlen_q=max(lengths), max_seqlen_k=max(lengths), return_lse=True)
-
-    def results(tensors):
-        leaves = [x.detach().clone().requires_grad_() for x in tensors.values()]
-        out, lse = decay_attention_varlen(*leaves, **options, backend="triton")
-        return [out, lse.T, *torch.autograd.grad(out, leaves, d_out)]
-
-    expected = results(inputs)
-    for spoilt in (1, 2):
-        own = slice(sum(lengths[:spoilt]), sum(lengths[: spoilt + 1]))
-        tensors = {name: x.clone() for name, x in inputs.items()}
-        for x in tensors.values():
-            x[own] = math.nan
-        others = torch.ones(total, dtype=torch.bool, device=DEVICE)
-        others[own] = False
-        found = results(tensors)
-        for a, b in zip(found, expected, strict=True):
-            assert torch.equal(a[others], b[others])
-        assert found[0][own].isnan().any()
 
 
 @pytest.mark.parametrize("incoming", [INF, math.nan])
@@ -389,12 +361,11 @@ def test_opcheck(layout, decay):
     torch.library.opcheck(backward, tuple(values[x.name] for x in backward._schema.arguments))
 
 
-@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "triton"])
-def test_compile_is_one_graph(backend):
+def test_compile_is_one_graph():
     def attend(q, k, v, log_decay, sink, cu):
         return decay_attention_varlen(
             q, k, v, log_decay, sink=sink, window_size=(9, -1), cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=25,
-            max_seqlen_k=25, return_lse=True, backend=backend,
+            max_seqlen_k=25, return_lse=True, backend="triton",
         )
 
     def results(function, cu):

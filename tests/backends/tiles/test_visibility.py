@@ -127,21 +127,6 @@ def test_visits_equal_the_definition(lengths, resets, window, causal, device):
 
 
 @settings
-@hypothesis.given(data=st.data())
-def test_random_rules(data, device):
-    causal = data.draw(st.booleans(), "causal")
-    key_length = data.draw(st.integers(1, 50), "T_k")
-    resets = sorted(data.draw(st.sets(st.integers(1, max(1, key_length - 1)), max_size=5), "resets"))
-    resets = [reset for reset in resets if reset < key_length]
-    # not causal, the rows before the first log-decay are refused
-    query_length = data.draw(st.integers(1, key_length if resets and not causal else 50), "T_q")
-    rows, block = data.draw(st.sampled_from([(8, 8), (8, 16), (16, 4)]), "tiles")
-    sides = st.one_of(st.none(), st.integers(0, 50))
-    window = data.draw(st.tuples(sides, sides), "window")
-    check(query_length, key_length, resets, causal, rows, block, device, window)
-
-
-@settings
 @hypothesis.given(intervals=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=4, max_size=4))
 def test_random_intervals(intervals, device):
     """For any rules: empty intervals, disjoint ones, ends that decrease."""
