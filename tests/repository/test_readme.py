@@ -14,24 +14,15 @@ def blocks(language: str) -> list[str]:
     return code_blocks(language, README)
 
 
-def run(block: str) -> dict:
-    """Its names, in a module of its own."""
-    names = {"__name__": "readme"}
-    exec(compile(block, "a Python block of README.md", "exec"), names)
-    return names
-
-
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_every_example_runs_alone(number):
-    block = blocks("python")[number]
-    try:
-        run(block)
-    except Exception as error:
-        pytest.fail(f"README.md, Python block {number + 1}: {error!r}\n{block}")
-
-
-def test_examples_give_documented_shapes():
-    first, function, layer, generation, hugging_face = map(run, blocks("python"))
+def test_examples_run_alone_and_give_documented_shapes():
+    names = []
+    for number, block in enumerate(blocks("python"), start=1):
+        names.append({"__name__": "readme"})
+        try:
+            exec(compile(block, "a Python block of README.md", "exec"), names[-1])
+        except Exception as error:
+            pytest.fail(f"README.md, Python block {number}: {error!r}\n{block}")
+    first, function, layer, generation, hugging_face = names
     assert first["out"].shape == (2, 1000, 8, 64)
     assert first["gate"].grad.shape == (2, 1000, 8)
     assert len([line for line in blocks("python")[0].splitlines() if line]) <= 10
