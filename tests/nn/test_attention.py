@@ -8,9 +8,7 @@ import textwrap
 import pytest
 import torch
 from cached_layers import Rotary
-from pairwise import pairwise
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import decayattn.nn.attention
 from decayattn import DecayFlashAttention, validation
@@ -64,31 +62,17 @@ def assert_same_up_to_rounding(actual, expected):
         torch.testing.assert_close(actual[name], want, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
 
 
-class Checkpointed(nn.Module):
-    """The layer under activation checkpointing."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def named_parameters(self):
-        return self.layer.named_parameters()
-
-    def forward(self, x):
-        return checkpoint(self.layer, x, use_reentrant=False)
-
-
 # What it computes
 
 
-@pytest.mark.parametrize(("decay", "causal", "is_checkpointed"), pairwise([*DECAYS], [True, False], [True, False]))
-def test_kernels_agree_with_the_reference(decay, causal, is_checkpointed):
+@pytest.mark.parametrize(("decay", "causal"), [("scalar", True), ("learned", False), ("frozen", True), ("none", False)])
+def test_kernels_agree_with_the_reference(decay, causal):
     layer = build(decay=DECAYS[decay](), causal=causal, **EVERYTHING, position=Rotary()).to(KERNEL_DEVICE)
     x = tokens().to(KERNEL_DEVICE)
     layer.backend = "reference"
     expected = gradients(layer, x)
     layer.backend = "triton"
-    assert_same_up_to_rounding(gradients(Checkpointed(layer) if is_checkpointed else layer, x), expected)
+    assert_same_up_to_rounding(gradients(layer, x), expected)
 
 
 def test_kernels_get_slices_of_one_projection(monkeypatch):
@@ -106,94 +90,24 @@ def test_kernels_get_slices_of_one_projection(monkeypatch):
     assert (q.shape, k.shape, v.shape) == ((2, 9, 4, 3), (2, 9, 2, 3), (2, 9, 2, 5))
 
 
-@pytest.mark.parametrize("strided", ["time_first", "every_second", "channels_first", "expanded"])
-def test_layer_takes_inputs_of_any_strides(strided):
-    x = {
-        "time_first": lambda: tokens().transpose(0, 1).contiguous().transpose(0, 1),
-        "every_second": lambda: tokens(2 * TOKENS)[:, ::2],
-        "channels_first": lambda: tokens().transpose(1, 2).contiguous().transpose(1, 2),
-        "expanded": lambda: tokens()[:1].expand(BATCH, -1, -1),
-    }[strided]()
-    assert not x.is_contiguous()
-    layer = build(**EVERYTHING)
-    assert_same_up_to_rounding(gradients(layer, x), gradients(layer, x.contiguous()))
-
-
-@pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("length", [0, 1])
-def test_layer_takes_sequences_of_0_and_1_tokens(decay, length):
-    layer = build(decay=DECAYS[decay]())
-    results = gradients(layer, tokens(length))
+def test_layer_takes_sequences_of_0_and_1_tokens(length):
+    results = gradients(build(), tokens(length))
     assert results["out"].shape == results["x"].shape == (BATCH, length, WIDTH)
-    for name, gradient in results.items():
-        if name.startswith("decay"):  # the first log-decay of a sequence is never used
-            assert not gradient.any()
-    if length == 1:  # a token that sees only itself gets its own value
-        v = layer.in_proj(tokens(1))[..., -WIDTH:]
-        assert_same_up_to_rounding({"out": results["out"]}, {"out": layer.out_proj(v).detach()})
-
-
-# The decay
-
-
-def test_layer_refuses_16_bit_decays_of_a_user():
-    class Narrow(nn.Module):
-        def forward(self, x):
-            return x[..., :4]
-
-    with pytest.raises(TypeError, match=r"log_decay: expected float32, got torch.bfloat16.*\.float\(\)"):
-        build(decay=Narrow(), dtype=torch.bfloat16)(tokens(dtype=torch.bfloat16))
-
-
-@pytest.mark.parametrize("decay", ["scalar", "learned", "frozen"])
-@pytest.mark.parametrize("precision", ["bfloat16", "half", "autocast"])
-def test_decay_stays_float32_and_the_rest_follows(decay, precision):
-    narrow = torch.float16 if precision == "half" else torch.bfloat16
-    layer, x = build(decay=DECAYS[decay](), **EVERYTHING, dtype=torch.float32), tokens(dtype=torch.float32)
-    start = copy.deepcopy(layer.decay.state_dict())
-    seen = []
-    layer.decay.register_forward_hook(lambda module, arguments, log_decay: seen.append(log_decay))
-    if precision == "autocast":
-        with torch.autocast("cpu", dtype=narrow):
-            results = gradients(layer, x)
-        assert layer.in_proj.weight.dtype == torch.float32
-    else:
-        results = gradients(layer.to(narrow), x.to(narrow))
-        assert layer.in_proj.weight.dtype == layer.log_scale.dtype == layer.q_norm.weight.dtype == narrow
-    assert results["out"].dtype == narrow
-    assert [log_decay.dtype for log_decay in seen] == [torch.float32]
-    for name, tensor in layer.decay.state_dict().items():
-        assert tensor.dtype == torch.float32
-        assert torch.equal(tensor, start[name])
-        if tensor.requires_grad:
-            assert results[f"decay.{name}"].dtype == torch.float32
-
-
-def test_autocast_leaves_inputs_of_the_gate_in_float32():
-    layer, x = build(dtype=torch.float32), tokens(dtype=torch.float32)
-    seen = []
-    layer.decay.register_forward_hook(lambda module, arguments, log_decay: seen.append(log_decay))
-    layer(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        layer(x)
-    assert torch.equal(seen[0], seen[1])
+    # the first log-decay of a sequence is never used
+    assert not any(gradient.any() for name, gradient in results.items() if name.startswith("decay"))
 
 
 # The framework around it
 
 
-@pytest.mark.parametrize(("decay", "backend", "dynamic"), [
-    ("scalar", "reference", False), ("scalar", "triton", True),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("learned", "reference", False), ("frozen", "reference", False), ("none", "reference", False),
-        ("scalar", "reference", True), ("learned", "triton", False),
-    )),
-])
-def test_layer_compiles_to_one_graph(decay, backend, dynamic):
+@pytest.mark.slow
+@pytest.mark.parametrize(("decay", "backend"), [("scalar", "triton"), *((decay, "reference") for decay in DECAYS)])
+def test_layer_compiles_to_one_graph(decay, backend):
     torch._dynamo.reset()
     layer = build(decay=DECAYS[decay](), **EVERYTHING, position=Rotary(), backend=backend).to(KERNEL_DEVICE)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for length in (TOKENS, TOKENS - 3) if dynamic else (TOKENS,):
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (TOKENS, TOKENS - 3):
         x = tokens(length).to(KERNEL_DEVICE)
         expected, actual = gradients(layer, x), gradients(compiled, x)
         assert_same_up_to_rounding({name.removeprefix("_orig_mod."): t for name, t in actual.items()}, expected)
@@ -206,28 +120,17 @@ def test_state_dict_and_deepcopy_keep_outputs(decay):
     assert not torch.equal(other(tokens()), layer(tokens()))
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other(tokens()), layer(tokens()))
-    twin = copy.deepcopy(layer)
-    assert torch.equal(twin(tokens()), layer(tokens()))
-    twin.backend = "nonsense"
-    with pytest.raises(ValueError, match=r"backend: expected one of .* got 'nonsense'"):
-        twin(tokens())
-    assert layer.backend == "auto"
+    assert torch.equal(copy.deepcopy(layer)(tokens()), layer(tokens()))
 
 
 def test_layer_starts_with_zero_biases_and_unit_norms():
-    torch.manual_seed(0)
-    layer = DecayFlashAttention(96, 4, bias=True, qk_norm=True, scale="learned")
-    fresh = copy.deepcopy(layer.state_dict())
-    for parameter in (layer.in_proj.bias, layer.out_proj.bias, layer.log_scale):
+    layer = DecayFlashAttention(96, 4, bias=True, qk_norm=True, scale="learned", sink=True)
+    for parameter in (layer.in_proj.bias, layer.out_proj.bias, layer.log_scale, layer.sink):
         assert not parameter.any()
     assert (layer.q_norm.weight == 1).all()
     assert (layer.k_norm.weight == 1).all()
-    nn.init.constant_(layer.log_scale, 3.0)
     layer.decay.bias.data.fill_(5.0)
-    torch.manual_seed(0)
     layer.reset_parameters()
-    assert not layer.log_scale.any()
-    assert torch.equal(layer.in_proj.weight, fresh["in_proj.weight"])
     assert (layer.decay.bias == 5.0).all()  # the decay resets itself
 
 
@@ -257,28 +160,22 @@ def test_documented_block_trains():
 @pytest.mark.parametrize(("arguments", "options", "error", "message"), [
     ((0, 4), {}, ValueError, "embed_dim: expected at least 1, got 0"),
     ((12.0, 4), {}, TypeError, "embed_dim: expected an int, got 12.0 of type float"),
-    ((12, -1), {}, ValueError, "num_heads: expected at least 1, got -1"),
     ((12, 5), {}, ValueError, "embed_dim: expected a multiple of num_heads = 5 without head_dim, got 12"),
     ((12, 4), {"num_kv_heads": 3}, ValueError, "num_kv_heads: expected a divisor of num_heads = 4, got 3"),
-    ((12, 4), {"num_kv_heads": 0}, ValueError, "num_kv_heads: expected at least 1, got 0"),
     ((12, 4), {"head_dim": 257}, ValueError, "head_dim: expected at most 256, got 257"),
     ((1200, 4), {}, ValueError, "head_dim: expected at most 256, got 300"),
     ((12, 4), {"value_dim": 257}, ValueError, "value_dim: expected at most 256, got 257"),
-    ((12, 4), {"value_dim": "8"}, TypeError, "value_dim: expected an int, got '8' of type str"),
     ((12, 4), {"decay": "rope"}, ValueError, "decay: expected 'scalar', 'alibi', .* or a module, got 'rope'"),
     ((12, 4, 0.1), {}, TypeError, "DecayFlashAttention: expected embed_dim and num_heads, .* got 1 more"),
     ((12, 4), {"decay": None}, TypeError, "decay: expected .* or a module, got None of type NoneType"),
     ((12, 4), {"decay": ConstantDecay.alibi(8)}, ValueError, "decay: expected a module for 4 heads, got one for 8"),
-    ((12, 4), {"causal": 1}, TypeError, "causal: expected a bool, got 1 of type int"),
-    ((12, 4), {"bias": "no"}, TypeError, "bias: expected a bool, got 'no' of type str"),
-    ((12, 4), {"qk_norm": None}, TypeError, "qk_norm: expected a bool, got None"),
-    ((12, 4), {"output_gate": 0.5}, TypeError, "output_gate: expected a bool, got 0.5"),
+    *(((12, 4), {name: 1}, TypeError, f"{name}: expected a bool, got 1 of type int")
+      for name in ("causal", "bias", "qk_norm", "output_gate", "sink")),
     ((12, 4), {"position": "rotary"}, TypeError, "position: expected a torch.nn.Module, got 'rotary' of type str"),
     ((12, 4), {"scale": "big"}, ValueError, "scale: expected a number, 'learned' or None, got 'big'"),
     ((12, 4), {"scale": True}, TypeError, "scale: expected a number, 'learned' or None, got True of type bool"),
     ((12, 4), {"scale": float("nan")}, ValueError, "scale: expected a finite number, got nan"),
     ((12, 4), {"backend": "flash"}, ValueError, "backend: expected one of 'auto', 'reference', .* got 'flash'"),
-    ((12, 4), {"backend": None}, ValueError, "backend: expected one of 'auto', 'reference', .* got None"),
     ((12, 4), {"skip_tolerance": 2}, ValueError, "skip_tolerance: expected .* between 0 and 1, got 2"),
     ((12, 4), {"window_size": (-2, 0)}, ValueError, "window_size: expected numbers of tokens"),
 ])
@@ -298,20 +195,11 @@ def test_errors_of_a_call_name_the_argument(x, error, message):
         DecayFlashAttention(WIDTH, 4)(x)
 
 
-OTHER_NAMES = {
-    "DecayFlashAttention": ["dropout", "batch_first", "add_bias_kv", "rope", "qkv_bias", "num_key_value_heads"],
-    "DecayFlashAttention.forward": [
-        "attn_mask", "attention_mask", "key_padding_mask", "is_causal", "need_weights", "past_key_values",
-    ],
-}
-
-
-@pytest.mark.parametrize("owner", OTHER_NAMES)
+@pytest.mark.parametrize("owner", validation._LAYER_HINTS)
 def test_errors_translate_names_of_other_libraries(owner):
     layer, hints = DecayFlashAttention(WIDTH, 4), validation._LAYER_HINTS[owner]
     function = layer.forward if owner.endswith("forward") else DecayFlashAttention
     known = inspect.signature(function).parameters
-    assert hints.keys() >= {*OTHER_NAMES[owner]}
     assert not known.keys() & hints.keys()
     assert {x.kind for x in known.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
     for name, hint in {**hints, "window_sizes": "", "xyz": "it takes "}.items():
@@ -351,7 +239,7 @@ def test_named_decays_are_modules(name, expected):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit")
-@pytest.mark.parametrize("options", [{}, EVERYTHING, {"scale": 0.5, "decay": "alibi"}], ids=["default", "all", "scale"])
+@pytest.mark.parametrize("options", [EVERYTHING, {"scale": 0.5, "decay": "alibi"}], ids=["all", "scale"])
 def test_jit_trace_gives_the_layer(options):
     layer, x = build(**options, backend="reference"), tokens()
     torch.testing.assert_close(torch.jit.trace(layer, x)(x + 1), layer(x + 1), rtol=1e-14, atol=1e-14)
