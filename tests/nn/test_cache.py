@@ -37,7 +37,6 @@ class Resets(nn.Module):
 DECAYS = {
     "scalar": lambda: ScalarDecay(WIDTH, HEADS, initial_half_lives=(1.0, 30.0)),
     "alibi": lambda: "constant",
-    "retnet": lambda: ConstantDecay.retnet(HEADS),
     "learned": lambda: ConstantDecay.alibi(HEADS, learned=True),
     "none": lambda: "none",
     "custom": Resets,
@@ -75,7 +74,7 @@ def test_parts_give_rows_of_the_whole_sequence(parts, backend, decay, options):
     layer, x = build(backend, decay=DECAYS[decay](), **OPTIONS[options]), tokens()
     cache, whole = layer.make_cache(2, 24), layer(x)
     assert_close(in_parts(layer, x, parts, cache), whole)
-    assert (cache.alpha is None) == (decay in ("alibi", "retnet", "learned", "none"))
+    assert (cache.alpha is None) == (decay in ("alibi", "learned", "none"))
     if options != "window and sink":  # its old tokens move out
         with pytest.raises(ValueError, match=r"k: expected tokens that fit, got 5 more: .* = 24, .* up to 24 tokens"):
             layer(x[:, :5], cache=cache)
@@ -134,9 +133,8 @@ def test_prompt_takes_skip_tolerance_of_the_layer(monkeypatch):
     assert seen == ["auto", None, 1e-3]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["none", "constant", "scalar"])
-def test_attend_gives_last_rows_of_decay_attention(backend, kind):
+def test_attend_gives_last_rows_of_decay_attention(kind):
     """Grouped heads, a scale per row, a window."""
     q, k = (torch.randn(2, 30, heads, 8, dtype=torch.float64, device=DEVICE) for heads in (6, 2))
     v, scale = torch.randn(2, 30, 2, 5).to(q), torch.randn(2, 30, 6).to(q)
@@ -145,18 +143,16 @@ def test_attend_gives_last_rows_of_decay_attention(backend, kind):
         cache = DecayCache(
             2, 30, num_heads=6, num_kv_heads=2, head_dim=8, value_dim=5, device=DEVICE, dtype=torch.float64
         )
-        want = decay_attention(q, k, v, log_decay, scale=scale, window_size=window_size, backend="reference")
+        options = {"window_size": window_size, "backend": "reference"}
+        want = decay_attention(q, k, v, log_decay, scale=scale, **options)
         out = []
         for part in (slice(0, 12), slice(12, 13), slice(13, 20), slice(20, 30)):
             own = log_decay[:, part] if kind == "scalar" else log_decay
-            out.append(cache.attend(
-                q[:, part], k[:, part], v[:, part], own, scale=scale[:, part], window_size=window_size, backend=backend
-            ))
+            out.append(cache.attend(*(x[:, part] for x in (q, k, v)), own, scale=scale[:, part], **options))
         assert_close(torch.cat(out, 1), want)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_attend_ignores_first_log_decay_of_an_entry(backend):
+def test_attend_ignores_first_log_decay_of_an_entry():
     """Also where the entry was empty after earlier calls."""
     k, v = torch.randn(2, 2, 6, HEADS, 8, device=DEVICE)
     log_decay = -torch.rand(2, 6, HEADS, device=DEVICE)
@@ -166,34 +162,13 @@ def test_attend_ignores_first_log_decay_of_an_entry(backend):
         cache = DecayCache(2, 20, num_heads=HEADS, head_dim=8, device=DEVICE)
         cache.append(k, v, log_decay, new_lengths=torch.tensor([-5, 2**40], device=DEVICE))  # 0 and 6
         log_decay[1, 0] = -0.1
-        results.append(cache.attend(k, k, v, log_decay, backend=backend))
+        results.append(cache.attend(k, k, v, log_decay, backend="reference"))
     assert results[0].isfinite().all()
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("strong", [-746.001, -1e9, torch.finfo(torch.float32).min])
-def test_log_decays_below_746_reset(strong):
-    """The log-decay is −inf in tokens of the past and in new ones; −746 itself is finite."""
-    k, v = torch.randn(2, 2, 12, HEADS, 8, device=DEVICE)
-    log_decay = -torch.rand(2, 12, HEADS, device=DEVICE)
-    results = {}
-    for value in (-torch.inf, strong, -746.0):
-        for at in ((0, 3, 1), (1, 5, 0), (0, 9, 2), (1, 10, 3), (1, 11, 3)):
-            log_decay[at] = value
-        cache = DecayCache(2, 12, num_heads=HEADS, head_dim=8, device=DEVICE)
-        cache.append(k[:, :6], v[:, :6], log_decay[:, :6])
-        parts = zip(*(x[:, 6:].split([4, 1, 1], 1) for x in (k, k, v, log_decay)), strict=True)
-        out = torch.cat([cache.attend(*part, backend="reference") for part in parts], 1)
-        results[value] = out, cache.alpha, cache.first
-    for got, want in zip(results[strong], results[-torch.inf], strict=True):
-        assert torch.equal(got, want)
-    assert torch.equal(results[strong][2], torch.tensor([[0, 3, 9, 0], [5, 0, 0, 11]]).to(cache.first))
-    assert (results[-746.0][2] == 0).all()
-    assert (results[-746.0][1][:, -1] < -745).any()
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("strong", [-746.001, -1e9, torch.finfo(torch.float32).min, -torch.inf])
+@pytest.mark.parametrize("strong", [-746.001, -torch.inf])
 def test_constant_reset_leaves_a_row_its_own_token(backend, strong):
     """However much larger another score is."""
     q = 100 * torch.randn(1, 9, HEADS, 8, device=DEVICE)
@@ -246,9 +221,8 @@ class Float32(Rotary):
         return super().forward(q.float(), k.float(), start)
 
 
-@pytest.mark.parametrize("position", [None, Float32()])
-def test_autocast_gives_16_bit_caches(position):
-    layer, x = build(dtype=torch.float32, position=position, head_dim=6), tokens(dtype=torch.float32)
+def test_autocast_gives_16_bit_caches():
+    layer, x = build(dtype=torch.float32, position=Float32(), head_dim=6), tokens(dtype=torch.float32)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         want, cache = layer(x), layer.make_cache(2, 24)
         got = in_parts(layer, x, [10, 1, 13], cache)
@@ -349,17 +323,8 @@ def test_alpha_of_a_head_is_consecutive_in_memory():
     assert cache.alpha.stride() == (24 * cache.num_heads, 1, 24)
     cache.grow(30)
     assert cache.alpha.stride() == (30 * cache.num_heads, 1, 30)
-
-
-@pytest.mark.parametrize("decay", ["custom", "none"])
-def test_growing_cache_keeps_its_tokens(decay):
-    layer, x = build(decay=DECAYS[decay]()), tokens()
-    cache = layer.make_cache(2, 10)
-    first = layer(x[:, :10], cache=cache)
-    cache.grow(24)
-    assert_close(torch.cat([first, layer(x[:, 10:], cache=cache)], 1), layer(x))
-    with pytest.raises(ValueError, match="max_length: expected at least the 24 tokens held, got 20"):
-        cache.grow(20)
+    with pytest.raises(ValueError, match=r"max_length: expected at least the \d+ tokens held, got 1"):
+        cache.grow(1)
 
 
 @pytest.mark.parametrize("window_size", [None, (5, 0)])
@@ -387,7 +352,10 @@ def slack(monkeypatch):
 
 @pytest.mark.parametrize(
     ("parts", "backend", "decay", "dtype"),
-    pairwise([[17, *[1] * 13], [3, 16, 1, 4, 6], [0, 7, 9, 14]], BACKENDS, [*DECAYS], [torch.float64, torch.float16]),
+    pairwise(
+        [[17, *[1] * 13], [3, 16, 1, 4, 6], [0, 7, 9, 14]], BACKENDS, ["custom", "learned", "none"],
+        [torch.float64, torch.float16],
+    ),
 )
 def test_window_bounds_a_cache(parts, backend, decay, dtype, slack):
     """Rows, positions and addresses stay those of a cache that holds every token."""
@@ -499,9 +467,8 @@ def test_cache_shorter_than_its_window_is_bounded(max_length):
 # Errors
 
 
-@pytest.mark.parametrize("decay", ["scalar", "learned", "none"])
-def test_cache_refuses_gradients(decay):
-    layer, x = build(decay=DECAYS[decay]()), tokens()
+def test_cache_refuses_gradients():
+    layer, x = build(), tokens()
     cache = layer.make_cache(2, 24)
     with torch.enable_grad(), pytest.raises(RuntimeError, match=r"a tensor without a gradient, .* torch.no_grad"):
         layer(x, cache=cache)
@@ -513,15 +480,13 @@ def test_cache_refuses_gradients(decay):
 
 
 def test_errors_name_layers_without_a_cache():
-    layer, new_lengths = build(causal=False), torch.tensor([1, 2])
+    layer = build(causal=False)
     with pytest.raises(ValueError, match=r"cache: expected a layer with causal=True"):
         layer.make_cache(2, 24)
     with pytest.raises(ValueError, match=r"cache: expected a layer with causal=True"):
         layer(tokens(), cache=build().make_cache(2, 24))
     with pytest.raises(ValueError, match=r"cache: expected a position module that takes the keyword start, .* Still"):
         build(position=Still()).make_cache(2, 24)
-    with pytest.raises(ValueError, match="new_lengths: expected only with a cache"):
-        build()(tokens(), new_lengths=new_lengths)
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
@@ -548,11 +513,9 @@ def test_errors_name_arguments_of_a_call(arguments, error, message):
 
 @pytest.mark.parametrize(("change", "error", "message"), [
     ({"q": (1, 3, 2, 8)}, ValueError, r"q: expected the tokens of k and the heads of the cache, .* \(5, 2\)"),
-    ({"q": (1, 5, 4, 8), "log_decay": None}, ValueError, r"q: expected .* got \(5, 4\)"),
     ({"v": (1, 5, 2, 7)}, ValueError, r"v: expected the shape of the cache's tokens, \(1, T, 2, 8\), got"),
     ({"log_decay": (1, 4, 2)}, ValueError, r"log_decay: expected shape"),
     ({"log_decay": None}, ValueError, "log_decay: expected one per token, as for .*, got none"),
-    ({"skip_tolerance": 2}, ValueError, "skip_tolerance: expected .* between 0 and 1, got 2"),
 ])
 def test_errors_name_arguments_of_attend(change, error, message):
     shapes = {"q": (1, 5, 2, 8), "k": (1, 5, 2, 8), "v": (1, 5, 2, 8), "log_decay": (1, 5, 2)}
@@ -567,7 +530,6 @@ def test_errors_name_arguments_of_attend(change, error, message):
 
 @pytest.mark.parametrize(("change", "error", "message"), [
     ({"max_length": 0}, ValueError, "max_length: expected at least 1, got 0"),
-    ({"batch_size": 2.0}, TypeError, "batch_size: expected an int"),
     ({"num_kv_heads": 3}, ValueError, "num_kv_heads: expected a divisor of num_heads = 4, got 3"),
     ({"dtype": torch.int8}, TypeError, "dtype: expected float16, .* got torch.int8"),
 ])
@@ -576,20 +538,9 @@ def test_errors_name_arguments_of_construction(change, error, message):
         DecayCache(**{"batch_size": 2, "max_length": 9, "num_heads": 4, "head_dim": 8, **change})
 
 
-def test_select_and_crop_keep_chosen_tokens():
-    """Entries by their index, any number of them; the last tokens gone; and bad arguments by name."""
-    torch.manual_seed(0)
-    cache = DecayCache(3, 12, num_heads=2, head_dim=4)
-    q, k, v = torch.randn(3, 3, 8, 2, 4)
-    log_decay = -torch.rand(3, 8, 2)
-    cache.append(k[:, :7], v[:, :7], log_decay[:, :7])
-    cache.select(torch.tensor([2, 0, 2, 1]))
-    cache.crop(3)
-    assert (cache.batch_size, cache.longest, cache.lengths.tolist()) == (4, 4, [4] * 4)
-    again, kept = [2, 0, 2, 1], [0, 1, 2, 3, 7]
-    out = cache.attend(*(x[again, 7:] for x in (q, k, v, log_decay)))
-    expected = decay_attention(*(x[again][:, kept] for x in (q, k, v, log_decay)))[:, 4:]
-    torch.testing.assert_close(out, expected)
+def test_errors_name_bad_entries_and_counts():
+    cache, k = DecayCache(4, 12, num_heads=2, head_dim=4), torch.zeros(4, 5, 2, 4)
+    cache.append(k, k)
     for index in ([0], torch.tensor([0.0]), torch.tensor(0)):
         with pytest.raises((TypeError, ValueError), match="index: expected"):
             cache.select(index)
@@ -601,13 +552,12 @@ def test_select_and_crop_keep_chosen_tokens():
     assert cache.lengths.tolist() == [5] * 4
 
 
-@pytest.mark.parametrize(("backend", "window", "kind"), [
-    ("reference", None, list), ("reference", (5, 0), tuple), ("triton", None, torch.tensor),
-    ("triton", (5, 0), lambda x: torch.tensor(x, dtype=torch.int32)),
+@pytest.mark.parametrize(("window", "kind"), [
+    (None, list), ((5, 0), tuple), (None, torch.tensor), ((5, 0), lambda x: torch.tensor(x, dtype=torch.int32)),
 ])
-def test_crop_removes_drafts_of_each_entry(backend, window, kind, slack):
+def test_crop_removes_drafts_of_each_entry(window, kind, slack):
     """The cache has room for accepted tokens and one draft; an entry may accept none, or lose all it has."""
-    layer = build(backend, decay=DECAYS["scalar"](), window_size=window, position=Rotary(), head_dim=6)
+    layer = build(decay=DECAYS["scalar"](), window_size=window, position=Rotary(), head_dim=6)
     cache, texts = layer.make_cache(3, 24), [torch.zeros(0, WIDTH).to(tokens()) for _ in range(3)]
     cache.crop(kind([0, 0, 0]))  # without buffers yet
     for accepted in ([4, 1, 0], [0, 4, 4], [3, 2, 1], [1, 1, 4], [4, 4, 4], [4, 0, 4], [4, 4, 3]):
@@ -627,8 +577,7 @@ def test_crop_removes_drafts_of_each_entry(backend, window, kind, slack):
             layer(x[:, :1], cache=cache)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_cropped_reset_hides_no_later_token(backend):
+def test_cropped_reset_hides_no_later_token():
     """A token sees itself, and not what the forgotten reset has hidden; also behind an eviction, which then leaves
     one hidden token."""
     torch.manual_seed(0)
@@ -639,14 +588,14 @@ def test_cropped_reset_hides_no_later_token(backend):
     part, last = slice(0, 10), slice(10, 12)
     for evicts in (False, True):
         cache = DecayCache(2, 12, num_heads=2, head_dim=16, device=DEVICE)
-        cache.attend(*(x[:, part] for x in (q, k, v, log_decay)), backend=backend)
+        cache.attend(*(x[:, part] for x in (q, k, v, log_decay)), backend="reference")
         cache.crop(3)
         assert (cache.first <= cache.lengths[:, None]).all()
         if evicts:
             cache.evict(1e-12, 20.0)
             assert cache.lengths.tolist() == [7, 1]
             assert (cache.lengths + cache.dropped == 7).all()
-        out = cache.attend(*(x[:, last] for x in (q, k, v, log_decay)), backend=backend)
+        out = cache.attend(*(x[:, last] for x in (q, k, v, log_decay)), backend="reference")
         kept = [*range(7), 10, 11]
         log_decay_of_kept = log_decay[:, kept].clone()
         for entry, head in ((0, 0), (1, 0), (1, 1)):  # as if the first new token reset

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import decayattn.nn.attention
 from decayattn import DecayFlashAttention, decay_attention
-from decayattn.nn import ConstantDecay, DecayCache
+from decayattn.nn import ConstantDecay
 
 WIDTH, HEADS = 12, 4
 LENGTHS = [7, 3, 0, 5]
@@ -289,30 +289,23 @@ LONG = torch.arange(7) < torch.tensor([[4], [7]])
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"log_decay": -0.5}, "log_decay: expected a torch.Tensor, got -0.5"),
     ({"log_decay": RATES.bfloat16()}, r"log_decay: expected float32, got torch.bfloat16; .*FSDP2 casts"),
-    ({"log_decay": RATES.long()}, "log_decay: expected float32, got torch.int64"),
     ({"log_decay": RATES.double()}, r"log_decay: expected float32 \(or float64 with float64"),
     ({"log_decay": RATES.to("meta")}, "log_decay: expected the device of x, cpu, got meta"),
     *(
         ({"log_decay": torch.zeros(shape)}, r"log_decay: expected \(H,\) = \(4,\) or .* = \(2, 5, 4\)")
-        for shape in [(), (5,), (2, 4, 5), (2, 5, 1), (1, 5, 4), (5, 4), (2, 7, 4)]
+        for shape in [(), (5,), (2, 5, 1), (5, 4)]
     ),
     ({"memory": M, "log_decay": torch.zeros(2, 5, 4)}, r"log_decay: .* = \(2, 7, 4\), got \(2, 5, 4\)"),
-    ({"memory": M.tolist()}, "memory: expected a torch.Tensor"),
-    ({"memory": M[0]}, r"memory: expected shape \(B, T, embed_dim = 12\), got \(7, 12\)"),
     ({"memory": M[:1]}, "memory: expected the batch size of x, 2, got 1"),
     ({"memory": M[..., :8]}, r"memory: expected shape \(B, T, embed_dim = 12\), got \(2, 7, 8\)"),
     ({"memory": M.double()}, "memory: expected the dtype of x, torch.float32, got torch.float64"),
-    ({"memory": M.long()}, "memory: expected a floating dtype, got torch.int64"),
     ({"memory": M.to("meta")}, "memory: expected the device of x, cpu, got meta"),
     ({"memory_padding_mask": MASK}, "memory_padding_mask: expected only with memory"),
     ({"memory": M, "memory_padding_mask": MASK}, r"memory_padding_mask: expected shape .* \(2, 7\), got"),
     ({"memory": M, "padding_mask": MEMORY_MASK}, r"^padding_mask: expected shape .* \(2, 5\), got"),
     ({"memory": M, "memory_padding_mask": LONG ^ LONG.flip(1)}, "memory_padding_mask: expected in every row"),
     ({"memory": M, "new_lengths": torch.tensor([1, 2])}, "new_lengths: expected only with a cache"),
-    ({"memory": M, "max_seqlen": 3}, "max_seqlen: expected only with cu_seqlens"),
-    ({"memory": M, "cache": DecayCache(2, 9, num_heads=4, head_dim=3)}, "cache: expected None with memory"),
     ({"causal": False, "memory": M[:, :4]}, "causal: expected T_q <= T_k with causal=False and a log_decay per token"),
     ({"causal": False, "memory": M, "memory_padding_mask": LONG}, "at most as many tokens of x as of memory"),
 ])
