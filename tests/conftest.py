@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 
+import distributed_pool
 import pytest
 import torch
 from shared.poison import poisoned_allocations
@@ -74,17 +75,26 @@ def device() -> torch.device:
     return torch.device("cuda" if ON_GPU else "cpu")
 
 
-@pytest.fixture(scope="module", params=[
-    pytest.param("cpu", marks=pytest.mark.xdist_group("distributed")),  # these start processes of their own, once
+@pytest.fixture(scope="session")
+def cpu_ranks():
+    """Two processes with a group on CPUs, started once."""
+    with distributed_pool.two_ranks("cpu") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def cuda_ranks():
+    with distributed_pool.two_ranks("cuda") as pool:
+        yield pool
+
+
+@pytest.fixture(params=[
+    pytest.param("cpu", marks=pytest.mark.xdist_group("distributed")),
     pytest.param("cuda", marks=pytest.mark.xdist_group("gpu")),
 ])
 def ranks(request: pytest.FixtureRequest):
     """Two processes with a group, on CPUs and on GPUs."""
-    from distributed_pool import two_ranks
-
-    pool = two_ranks(request.param)
-    yield pool
-    pool.close()
+    return request.getfixturevalue(f"{request.param}_ranks")
 
 
 @pytest.fixture

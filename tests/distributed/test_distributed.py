@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from decayattn import DecayFlashAttention
 from decayattn.distributed import ContextParallel, collectives, context_parallel_attention, option_check, ulysses
 
-RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
+POOLS = ["cpu_ranks", pytest.param("four_ranks", marks=pytest.mark.slow)]
 # all in one process, which has the pool
 pytestmark = pytest.mark.xdist_group("distributed")
 # of values around 1 in float64, added up in another order
@@ -23,10 +23,15 @@ EXACT = 1e-12
 
 
 @pytest.fixture(scope="module")
-def pool():
-    """Four processes with gloo on the CPU, on any machine."""
-    with Pool(4, sizes=(2, 4)) as started:
+def four_ranks():
+    with Pool(4) as started:
         yield started
+
+
+@pytest.fixture
+def pool(request):
+    """Processes with gloo on the CPU."""
+    return request.getfixturevalue(getattr(request, "param", "cpu_ranks"))
 
 
 def assert_exact(of_ranks, bound=EXACT):
@@ -79,10 +84,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("pool", POOLS, indirect=True)
 @pytest.mark.parametrize(("mode", "case"), [(mode, case) for case, (modes, _) in CASES.items() for mode in modes])
-def test_ranks_match_one_process(pool, ranks, mode, case):
-    found = pool.run("distributed_cases.compare", mode, ranks=ranks, **dict(length=100) | CASES[case][1])
+def test_ranks_match_one_process(pool, mode, case):
+    found = pool.run("distributed_cases.compare", mode, **dict(length=100) | CASES[case][1])
     assert all({"out", "lse", "d_q", "d_k", "d_v"} <= errors.keys() for errors in found)
     assert_exact(found)
 
@@ -90,34 +95,27 @@ def test_ranks_match_one_process(pool, ranks, mode, case):
 # Keys that are sent
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("pool", POOLS, indirect=True)
 @pytest.mark.parametrize("seen", [1.0, 0.5])  # in one call, and in two
 @pytest.mark.parametrize(
     "case", [{}, dict(lengths="uneven", resets=0.02), dict(kv_heads=1, sink=True, row_scale=True), dict(kv_heads=4)]
 )
-def test_heads_that_fetch_less_than_others_see_no_zeros(pool, ranks, seen, case):
-    assert_exact(pool.run("distributed_cases.random_halo", ranks=ranks, seen=seen, length=100, **case))
-
-
-@pytest.mark.parametrize("seen", [1.0, 0.5])
-def test_visible_zeros_change_results(pool, seen):
-    found = pool.run("distributed_cases.random_halo", hides=False, seen=seen, ranks=2, length=100)
-    assert found[1]["out"] > 1e-3
-    assert found[1]["d_log_decay"] > 1e-3
+def test_heads_that_fetch_less_than_others_see_no_zeros(pool, seen, case):
+    assert_exact(pool.run("distributed_cases.random_halo", seen=seen, length=100, **case))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "case"),
+    ("pool", "case"),
     [
-        (2, dict(length=640, mean=-0.4, spread=8.0, heads=2)),
-        (2, dict(length=640, mean=-0.4, spread=8.0, heads=2, decay="constant", row_scale=True, sink=True)),
-        (4, dict(length=512, mean=-1.0, spread=8.0, resets=0.003, kv_heads=4, lengths="uneven")),
+        ("cpu_ranks", dict(length=640, mean=-0.4, spread=8.0, heads=2, decay="constant", row_scale=True, sink=True)),
+        ("four_ranks", dict(length=512, mean=-1.0, spread=8.0, resets=0.003, kv_heads=4, lengths="uneven")),
     ],
+    indirect=["pool"],
 )
-def test_keys_that_cannot_matter_are_not_fetched(pool, interpreter, ranks, case):
+def test_keys_that_cannot_matter_are_not_fetched(pool, interpreter, case):
     """Through the kernels, in Triton's interpreter."""
-    errors, everyone = zip(*pool.run("distributed_cases.planned", ranks=ranks, batch=1, **case), strict=True)
+    errors, everyone = zip(*pool.run("distributed_cases.planned", batch=1, **case), strict=True)
     assert_exact(errors)
     assert all(other == everyone[0] for other in everyone)
     tokens = torch.tensor(everyone[0])
@@ -146,7 +144,7 @@ PLANNED = dict(length=1280, batch=1, mean=-1.0, backend="triton")
 def test_rows_that_see_only_their_slice_have_a_call(pool, interpreter, expected, case):
     """The first call has those rows, unless they are less than half. The number of other rows is rounded up to a part
     of the slice. With a plan, the first call skips keys by the plan's summaries."""
-    errors, counted = zip(*pool.run("distributed_cases.calls", ranks=2, **dict(length=100) | case), strict=True)
+    errors, counted = zip(*pool.run("distributed_cases.calls", **dict(length=100) | case), strict=True)
     assert counted[1] == expected
     assert_exact(errors)
 
@@ -155,13 +153,13 @@ def test_rows_that_see_only_their_slice_have_a_call(pool, interpreter, expected,
 @pytest.mark.parametrize("options", [{}, dict(cu_seqlens=torch.tensor([0, 120, 640]), window_size=(200, 0))])
 def test_lost_probability_is_within_the_tolerance(pool, interpreter, options):
     case = dict(length=640, batch=1, mean=-0.14, heads=2, kv_heads=2)
-    found = pool.run("distributed_cases.lost", 1e-3, ranks=2, options=options, **case)
+    found = pool.run("distributed_cases.lost", 1e-3, options=options, **case)
     assert 0 < max(lost for lost, _ in found) <= 1e-3
     assert 0 < max(fetched for _, fetched in found) < 320
 
 
 def test_halo_and_skipping_share_the_tolerance(pool, interpreter):
-    assert max(pool.run("distributed_cases.lost_twice", ranks=2)) <= 1
+    assert max(pool.run("distributed_cases.lost_twice")) <= 1
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 256), (torch.float16, 2048)])
@@ -181,11 +179,11 @@ def test_rows_keep_values_of_any_strides():
 
 def test_a_forward_and_a_backward_have_one_exchange_each_way(pool):
     case = dict(length=64, batch=2, heads=4, kv_heads=2, dim=16, value_dim=8, dtype=torch.bfloat16)
-    halo = pool.run("distributed_cases.sent_bytes", "halo", ranks=2, **case)
+    halo = pool.run("distributed_cases.sent_bytes", "halo", **case)
     row = (16 + 8) * 2 + 2 * 4  # k, v and the log-decays of two query heads
     rows = 2 * 32 * 2
     assert halo == [[rows * row, 0], [0, rows * row]]
-    heads = pool.run("distributed_cases.sent_bytes", "heads", ranks=2, **case)
+    heads = pool.run("distributed_cases.sent_bytes", "heads", **case)
     # q, k, v and λ of the other rank's heads there; out and lse back; and their gradients the other way
     there, back = 2 * (16 * 2 + 4) + (16 + 8) * 2 + 8, 2 * (8 * 2 + 4)  # 120 bytes are filled up to 128
     assert heads == [[64 * there, 64 * back, 64 * (back + 8), 64 * (there - 8)]] * 2
@@ -194,7 +192,7 @@ def test_a_forward_and_a_backward_have_one_exchange_each_way(pool):
 # Ranks that do not agree
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("pool", POOLS, indirect=True)
 @pytest.mark.parametrize(
     ("name", "options", "of_last_rank"),
     [
@@ -212,8 +210,8 @@ def test_a_forward_and_a_backward_have_one_exchange_each_way(pool):
         ("lengths", {}, dict(lengths="halved")),
     ],
 )
-def test_options_that_differ_are_named_on_every_rank(pool, ranks, name, options, of_last_rank):
-    for error, _ in pool.outcomes("distributed_cases.call", options, of_last_rank, ranks=ranks, seconds=30):
+def test_options_that_differ_are_named_on_every_rank(pool, name, options, of_last_rank):
+    for error, _ in pool.outcomes("distributed_cases.call", options, of_last_rank, seconds=30):
         assert f"ValueError: {name}: expected the same on every rank" in error
 
 
@@ -234,12 +232,12 @@ PACKED = dict(cu_seqlens=torch.tensor([0, 24]))
 )
 def test_options_are_compared_before_any_other_collective(pool, interpreter, options, inputs, others):
     """Ranks that do not agree might wait for one another in it."""
-    assert pool.run("distributed_cases.collective_sizes", options, ranks=2, **inputs) == [[32, *others]] * 2
+    assert pool.run("distributed_cases.collective_sizes", options, **inputs) == [[32, *others]] * 2
 
 
 @pytest.mark.parametrize("mode", BOTH)
 def test_known_options_that_differ_are_named(pool, mode):
-    pool.run("distributed_cases.disagree_later", mode, ranks=2, seconds=30)
+    pool.run("distributed_cases.disagree_later", mode, seconds=30)
 
 
 def assert_others_end(outcomes, own_error):
@@ -260,29 +258,21 @@ ON_META = torch.zeros(2, 12, 4, 16, dtype=torch.float64, device="meta")
         (dict(mode="ring"), "ValueError: mode: expected 'halo' or 'heads', got 'ring'"),
         (dict(causal=False), "ValueError: causal: expected True with mode='halo'"),
         (dict(bias=torch.zeros(1)), "ValueError: bias: expected None with mode='halo'"),
-        (dict(mode="heads", bias=1.0), "TypeError: bias: expected None or a tensor, got 1.0"),
         (dict(mode="heads", bias=torch.zeros(2, 1, 24)), "ValueError: bias: expected a tensor broadcastable to (B, H,"),
         (dict(seqused_k=torch.tensor([1, 2])), "ValueError: seqused_k: expected None with mode='halo'"),
         (dict(reach=-1), "ValueError: reach: expected at least 0, got -1"),
-        (dict(reach=1.5), "TypeError: reach: expected an int"),
         (dict(reach=1, mode="heads"), "ValueError: reach: expected only with mode='halo'"),
         (dict(lengths=[6, 6]), "ValueError: lengths: expected the number of tokens of each of 2 ranks, with 12"),
-        (dict(lengths=[12.0, 12.0]), "TypeError: lengths: expected an int, got 12.0"),
         (dict(lengths=[12, math.inf]), "TypeError: lengths: expected an int, got inf"),
         (dict(lengths="44"), "TypeError: lengths: expected a number of tokens for each rank, got '44'"),
         (dict(max_seqlen=4), "ValueError: max_seqlen: expected only with cu_seqlens"),
         (PACKED, "ValueError: q: expected shape (1, T, H, D) with cu_seqlens"),
-        (dict(cu_seqlens=[0, 24]), "TypeError: cu_seqlens: expected a torch.Tensor"),
         (dict(cu_seqlens=torch.tensor([0, 30, 24])), "ValueError: cu_seqlens: expected offsets that never fall"),
-        (dict(backend="cuda"), "ValueError: backend: expected one of"),
         (dict(skip_tolerance=0.0), "ValueError: skip_tolerance"),
         (dict(softmax_scale=1.0), "TypeError: softmax_scale: unexpected keyword argument"),
         (dict(scale=Unreadable()), "ZeroDivisionError"),
-        (dict(log_decay="half"), "TypeError: log_decay: expected float32"),
         (dict(q=None), "TypeError: q: expected a torch.Tensor, got None"),
         (dict.fromkeys("qkv", ON_META) | dict(log_decay=-0.1), "ValueError: q: expected a device of the group"),
-        (dict(k=ON_META), "ValueError: k: expected"),
-        (dict(k="half of the tokens"), "ValueError: k: expected the sequence length of q, 12, got 6"),
         (dict(mapped=True), "RuntimeError: context_parallel_attention: expected no transform of torch.func"),
         (dict(mode="heads", heads=3, kv_heads=3), "ValueError: mode: expected query heads in a multiple of the 2"),
     ],
@@ -290,11 +280,11 @@ ON_META = torch.zeros(2, 12, 4, 16, dtype=torch.float64, device="meta")
 def test_bad_arguments_on_one_rank_are_named_on_all(pool, of_last_rank, error):
     shape = {name: of_last_rank[name] for name in ("heads", "kv_heads") if name in of_last_rank}
     changed = {name: x for name, x in of_last_rank.items() if name not in shape}
-    assert_others_end(pool.outcomes("distributed_cases.call", {}, changed, ranks=2, seconds=30, **shape), error)
+    assert_others_end(pool.outcomes("distributed_cases.call", {}, changed, seconds=30, **shape), error)
 
 
 def test_a_bad_group_is_refused(pool):
-    for error, _ in pool.outcomes("distributed_cases.call", dict(group="world"), ranks=2, seconds=30):
+    for error, _ in pool.outcomes("distributed_cases.call", dict(group="world"), seconds=30):
         assert "TypeError: group: expected a torch.distributed.ProcessGroup" in error
 
 
@@ -305,11 +295,8 @@ A_RESET = torch.zeros(1, 4, dtype=torch.bool)
     ("options", "of_last_rank", "refused"),
     [
         ({}, dict(x=torch.zeros(1, 4, 17)), "ValueError: x: expected shape (B, T, embed_dim = 16)"),
-        ({}, dict(x=None), "TypeError: x: expected a torch.Tensor"),
         ({}, dict(x=torch.zeros(1, 4, 16, dtype=torch.float64)), "RuntimeError: "),
-        ({}, dict(x=torch.zeros(1, 4, 16, device="meta")), "RuntimeError: "),
         ({}, dict(x=torch.zeros(2, 4, 16)), "ValueError: q: expected the same on every rank"),
-        ({}, dict(resets=A_RESET[:, 1:]), "ValueError: resets: expected shape (B, T)"),
         ({}, dict(attn_mask=None), "TypeError: attn_mask: unexpected keyword"),
         (dict(decay="constant"), dict(resets=A_RESET), "ValueError: resets: expected"),
         ({}, dict(lengths=5), "TypeError: lengths: expected a number of tokens for each rank, got 5"),
@@ -320,7 +307,7 @@ A_RESET = torch.zeros(1, 4, dtype=torch.bool)
     ],
 )
 def test_layer_error_on_one_rank_ends_the_others(pool, options, of_last_rank, refused):
-    found = pool.outcomes("distributed_cases.layer_call", of_last_rank, ranks=2, seconds=30, **options)
+    found = pool.outcomes("distributed_cases.layer_call", of_last_rank, seconds=30, **options)
     if "expected the same on every rank" in refused:
         assert all(refused in error for error, _ in found)
     else:
@@ -342,20 +329,20 @@ def test_layer_error_on_one_rank_ends_the_others(pool, options, of_last_rank, re
 )
 def test_error_before_the_exchange_ends_the_others(pool, interpreter, where, options, inputs):
     """Before the ranks have compared their options, and after that."""
-    case = dict(ranks=2, seconds=30) | inputs
+    case = dict(seconds=30) | inputs
     found = pool.outcomes("distributed_cases.failing_call", f"decayattn.{where}", options, **case)
     assert_others_end(found, "OutOfMemoryError: on one rank")
 
 
 def test_equal_options_of_other_types_agree(pool):
-    pool.run("distributed_cases.call", dict(reach=3), dict(reach=np.int64(3), lengths=np.full(2, 12)), ranks=2)
+    pool.run("distributed_cases.call", dict(reach=3), dict(reach=np.int64(3), lengths=np.full(2, 12)))
 
 
 def test_fetched_tokens_raises_on_all_ranks_or_none(pool, interpreter):
-    for error, _ in pool.outcomes("distributed_cases.would_fetch", dict(scale=0.5), ranks=2, seconds=30):
+    for error, _ in pool.outcomes("distributed_cases.would_fetch", dict(scale=0.5), seconds=30):
         assert "ValueError: scale: expected the same on every rank" in error
     refused = "TypeError: scale: expected None, a number or a tensor"
-    assert_others_end(pool.outcomes("distributed_cases.would_fetch", dict(scale="x"), ranks=2, seconds=30), refused)
+    assert_others_end(pool.outcomes("distributed_cases.would_fetch", dict(scale="x"), seconds=30), refused)
 
 
 @pytest.mark.slow
@@ -366,12 +353,9 @@ def test_a_rank_that_dies_ends_the_others(interpreter):
     assert died == DIED
 
 
-NAMES = "q k v log_decay scale sink bias cu_seqlens seqused_q seqused_k leftpad_q leftpad_k"
-
-
-@pytest.mark.parametrize("name", NAMES.split())
+@pytest.mark.parametrize("name", ["q", "log_decay", "scale", "sink", "bias", "cu_seqlens", "leftpad_k"])
 def test_a_dtensor_is_named_and_ends_the_others(pool, name):
-    case = dict(row_scale=True, sink=True, ranks=2, seconds=30)
+    case = dict(row_scale=True, sink=True, seconds=30)
     found = pool.outcomes("distributed_cases.pass_dtensor", name, **case)
     refused = f"TypeError: {name}: expected this rank's own tensor, got a DTensor; pass {name}.to_local()"
     assert_others_end(found, refused)
@@ -407,7 +391,7 @@ def test_ranks_compare_options_in_one_backend(monkeypatch, backends, types):
 @pytest.mark.parametrize("mode", BOTH)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_keeps_the_bits_of_gradients(pool, mode, reentrant):
-    assert all(pool.run("distributed_cases.checkpointed", mode, reentrant, ranks=2))
+    assert all(pool.run("distributed_cases.checkpointed", mode, reentrant))
 
 
 @pytest.mark.parametrize(
@@ -420,12 +404,12 @@ def test_checkpointing_keeps_the_bits_of_gradients(pool, mode, reentrant):
     ],
 )
 def test_unsupported_uses_are_refused(pool, function, arguments, refused):
-    for error, _ in pool.outcomes(f"distributed_cases.{function}", *arguments, ranks=2, seconds=60):
+    for error, _ in pool.outcomes(f"distributed_cases.{function}", *arguments, seconds=60):
         assert refused in error
 
 
 def test_compiled_code_leaves_the_call_to_eager_code(pool):
-    assert pool.run("distributed_cases.compiled", False, ranks=2) == [0.0, 0.0]
+    assert pool.run("distributed_cases.compiled", False) == [0.0, 0.0]
 
 
 # two processes each time, which end as a script does: neither waits for the other one
@@ -461,12 +445,13 @@ assert group() is None, "threads of gloo are left, and abort the process if they
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="starts processes quickly, by fork")
 def test_script_on_gloo_ends_without_a_barrier(tmp_path):
     subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], check=True, timeout=120)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("pool", POOLS, indirect=True)
 @pytest.mark.parametrize(
     ("mode", "case"),
     [
@@ -479,8 +464,8 @@ def test_script_on_gloo_ends_without_a_barrier(tmp_path):
         ("heads", dict(given="H", decay="none", packed=True)),
     ],
 )
-def test_a_layer_with_a_context_matches_one_without(pool, ranks, mode, case):
-    found = pool.run("distributed_cases.layer_errors", mode, ranks=ranks, **case)
+def test_a_layer_with_a_context_matches_one_without(pool, mode, case):
+    found = pool.run("distributed_cases.layer_errors", mode, **case)
     assert_exact(found, 1e-11)
     assert all(len(errors) > 5 for errors in found)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from benchmarks import context
+from cached_layers import Rotary
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -21,7 +22,6 @@ from decayattn.distributed import (
     context_parallel_attention,
     fetched_tokens,
     halo,
-    halo_exchange,
     halo_plan,
 )
 
@@ -163,11 +163,11 @@ def compare(group, mode, *, lengths="equal", cu_seqlens=None, options=None, back
     return errors(found, expected, mine)
 
 
-def random_halo(group, *, hides=True, seen=1.0, lengths="equal", **inputs):
+def random_halo(group, *, seen=1.0, lengths="equal", **inputs):
     """`compare` with an unplanned halo: a random length for every rank, batch entry and key head.
 
-    In one process a mask leaves out the keys that are not fetched. hides=False: the zeros of shorter heads stay
-    visible. seen: the share of every slice's rows that see the halo.
+    In one process a mask leaves out the keys that are not fetched. seen: the share of every slice's rows that see the
+    halo.
     """
     inputs, d_out, d_lse = make(**inputs)
     rank, ranks, length = dist.get_rank(group), dist.get_world_size(group), d_out.shape[1]
@@ -187,8 +187,6 @@ def random_halo(group, *, hides=True, seen=1.0, lengths="equal", **inputs):
     with pytest.MonkeyPatch.context() as patch:
         found = torch.cat([first[rank].flatten(), torch.tensor([rows[rank]])])
         patch.setattr(halo_plan, "first_keys", lambda *_: (found, None))
-        if not hides:
-            patch.setattr(halo_exchange, "_first_keys", lambda plan: [0] * plan.begins.shape[1])
         computed, mine = parallel(group, inputs, d_out, d_lse, lengths, backend="reference")
     return errors(computed, expected, mine)
 
@@ -260,17 +258,13 @@ def call(group, options=None, of_last_rank=None, *, length=24, **inputs):
     """A call with options. The last rank has other ones, or other tensors: shapes and dtypes by name."""
     options = dict(options or {})
     inputs, _, _ = make(length=length, device=options.pop("device", "cpu"), **inputs)
-    arguments, mine = own(group, inputs)
+    arguments, _ = own(group, inputs)
     arguments |= options
     if dist.get_rank(group) == dist.get_world_size(group) - 1:
         arguments |= of_last_rank or {}
     # functions cannot be sent to other processes
     if isinstance(arguments.get("lengths"), str) and arguments["lengths"] == "halved":
         arguments |= {name: arguments[name][:, ::2] for name in ("q", "k", "v", "log_decay")} | {"lengths": None}
-    if isinstance(arguments["log_decay"], str):
-        arguments["log_decay"] = inputs["log_decay"][:, mine].half()
-    if isinstance(arguments["k"], str):
-        arguments |= {name: arguments["q"][:, ::2, :2] for name in ("k", "v")} | {"log_decay": -0.1}
     arguments = {"group": group} | arguments
     if arguments.pop("mapped", False):
         torch.vmap(lambda q: context_parallel_attention(**arguments | {"q": q}))(arguments["q"][None])
@@ -415,7 +409,7 @@ def layer_errors(group, mode, *, lengths="equal", packed=False, length=60, given
     """
     torch.manual_seed(0)
     layer = DecayFlashAttention(
-        32, 4, num_kv_heads=2, position=Turn(), dtype=torch.float64, qk_norm=True, output_gate=True, **options
+        32, 4, num_kv_heads=2, position=Rotary(), dtype=torch.float64, qk_norm=True, output_gate=True, **options
     )
     x, d_y = torch.randn(2, 1 if packed else 2, length, 32, dtype=torch.float64)
     rank = dist.get_rank(group)
@@ -448,21 +442,6 @@ def layer_errors(group, mode, *, lengths="equal", packed=False, length=60, given
         if name not in of_tokens:
             dist.all_reduce(grad, group=group)
     return {name: float((x - expected[name]).abs().max()) if x.numel() else 0.0 for name, x in found.items()}
-
-
-class Turn(torch.nn.Module):
-    """Rotary positions of two columns; a slice needs its first position for them."""
-
-    def forward(self, q, k, start=0):
-        start = torch.as_tensor(start)
-        angle = (start.expand(len(q))[:, None] + torch.arange(q.shape[1]))[..., None] * 0.3
-        sine, cosine = angle.sin(), angle.cos()
-
-        def turned(x):
-            a, b = x[..., 0].double(), x[..., 1].double()
-            return torch.cat([torch.stack([a * cosine - b * sine, a * sine + b * cosine], -1), x[..., 2:]], -1)
-
-        return turned(q), turned(k)
 
 
 def die(group):

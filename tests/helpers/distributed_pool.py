@@ -28,14 +28,14 @@ class Failed(AssertionError):
 
 
 class Pool:
-    """ranks processes; a call runs on the first `ranks` of them, which have a group of that size.
+    """Processes with a group of all of them, which run calls.
 
     device: "cpu", with gloo and Triton's interpreter, or "cuda", with NCCL and a GPU for each. seconds: timeout of the
-    groups' collectives. Where a rank has failed or not answered in time, the next call has new processes.
+    group's collectives. Where a rank has failed or not answered in time, the next call has new processes.
     """
 
-    def __init__(self, ranks, device="cpu", sizes=None, seconds=60):
-        self.ranks, self.device, self.options = ranks, device, (sizes or [ranks], seconds)
+    def __init__(self, ranks, device="cpu", seconds=60):
+        self.ranks, self.device, self.seconds = ranks, device, seconds
         self._start()
 
     def _start(self):
@@ -43,7 +43,7 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory()
         self.calls = [context.SimpleQueue() for _ in range(self.ranks)]
         self.results = context.Queue()
-        arguments = (self.ranks, self.device, *self.options, str(Path(self.folder.name, "store")))
+        arguments = (self.ranks, self.device, self.seconds, str(Path(self.folder.name, "store")))
         self.processes = [
             context.Process(target=_work, args=(rank, *arguments, self.calls[rank], self.results), daemon=True)
             for rank in range(self.ranks)
@@ -55,27 +55,26 @@ class Pool:
         """Results of function(*args) on every rank, a function of a module. Raises what the ranks have raised."""
         return self.run(function, *args)
 
-    def run(self, function, *args, ranks=None, seconds=_SECONDS, **kwargs):
+    def run(self, function, *args, seconds=_SECONDS, **kwargs):
         """Results of function(group, *args, **kwargs) on every rank; function is "module.name".
 
         Raises what the ranks have raised."""
-        results = self.outcomes(function, *args, ranks=ranks, seconds=seconds, **kwargs)
+        results = self.outcomes(function, *args, seconds=seconds, **kwargs)
         errors = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(results) if error]
         if errors:
             self.broken = True
             raise Failed("\n".join(errors))
         return [result for _, result in results]
 
-    def outcomes(self, function, *args, ranks=None, seconds=_SECONDS, **kwargs):
+    def outcomes(self, function, *args, seconds=_SECONDS, **kwargs):
         """(traceback or None, result) of every rank; seconds: from when all ranks have begun the call."""
         if self.broken:
             self.close()
             self._start()
         self.broken = True  # until every rank has answered
-        ranks = ranks or self.ranks
-        for calls in self.calls[:ranks]:
-            calls.put((function, ranks, args, kwargs))
-        begun, found, end = set(), {}, time.monotonic() + _START
+        for calls in self.calls:
+            calls.put((function, args, kwargs))
+        ranks, begun, found, end = self.ranks, set(), {}, time.monotonic() + _START
         while len(found) < ranks:
             try:
                 rank, error, result = self.results.get(timeout=1)
@@ -136,10 +135,10 @@ def _meet(device):
     assert total == 2
 
 
-def _work(rank, ranks, device, sizes, seconds, store, calls, results):
+def _work(rank, ranks, device, seconds, store, calls, results):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))  # init_device_mesh reads them
-    backend, groups, failed = "gloo", {}, None
+    backend, group, failed = "gloo", None, None
     if device == "cuda":
         backend = "nccl"
         torch.cuda.set_device(rank)
@@ -148,15 +147,15 @@ def _work(rank, ranks, device, sizes, seconds, store, calls, results):
     start, limit = timedelta(seconds=_START), timedelta(seconds=seconds)
     try:
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=start)
-        groups = {size: dist.new_group(list(range(size)), timeout=limit) for size in sizes}
+        group = dist.new_group(timeout=limit)
     except RuntimeError:
         failed = traceback.format_exc()
     while (call := calls.get()) is not None:
-        function, size, args, kwargs = call
+        function, args, kwargs = call
         try:
             if isinstance(function, str):
                 module, name = function.rsplit(".", 1)
-                function = functools.partial(getattr(importlib.import_module(module), name), groups.get(size))
+                function = functools.partial(getattr(importlib.import_module(module), name), group)
             results.put((rank, _BEGUN, None))
             torch.manual_seed(0)
             results.put((rank, failed, None if failed else function(*args, **kwargs)))

@@ -60,12 +60,6 @@ def test_alibi_slopes_follow_the_published_rule(num_heads):
     assert torch.equal(ConstantDecay.alibi(num_heads)(torch.zeros(1, 1, 1)), -ours.float())
 
 
-def test_slice_of_alibi_heads_has_a_slice_of_the_slopes():
-    shard = ConstantDecay.from_values(alibi_log_decay(12)[4:8])
-    assert torch.equal(shard.log_decay, ConstantDecay.alibi(12).log_decay[4:8])
-    assert not torch.equal(shard.log_decay, ConstantDecay.alibi(4).log_decay)
-
-
 @pytest.mark.parametrize("num_heads", [1, 8, 40])
 def test_retnet_rates_follow_the_paper(num_heads):
     for head, rate in enumerate(retnet_log_decay(num_heads)):
@@ -251,26 +245,6 @@ def test_changes_keep_decays_marked_and_float32(owner, change):
         assert torch.equal(decay(x), start(x.float()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_state_dict_restores_values(kind):
-    decay, x = decays()[kind], torch.randn(2, 3, 6)
-    values = [-1.0, 2.0, -3.0, -4.0]
-    other = ScalarDecay(6, 4) if kind == "scalar" else ConstantDecay.from_values(values, learned=kind == "learned")
-    assert not torch.equal(other(x), decay(x))
-    other.load_state_dict(decay.state_dict())
-    assert torch.equal(other(x), decay(x))
-
-
-def test_rate_of_a_16_bit_checkpoint_learns():
-    """A step of AdamW is too small to change it in bfloat16."""
-    decay = load(ConstantDecay.alibi(4, learned=True), assign=True)
-    before, optimizer = decay(torch.zeros(1)).detach(), torch.optim.AdamW(decay.parameters(), 1e-3, weight_decay=0)
-    for _ in range(3):
-        decay.log_rate.grad = torch.ones_like(decay.log_rate)
-        optimizer.step()
-    assert (decay(torch.zeros(1)) != before).all()
-
-
 def narrow_in_place(module):
     for tensor in [*module.parameters(), *module.buffers()]:
         tensor.data = tensor.data.bfloat16()
@@ -280,11 +254,6 @@ def assign_parameter(module):
     for part in module.modules():
         for name, parameter in [*part.named_parameters(recurse=False)]:
             setattr(part, name, nn.Parameter(parameter.detach().bfloat16()))
-
-
-def assign_buffer(module):
-    for name, buffer in [*module.named_buffers()]:
-        setattr(module, name, buffer.bfloat16())
 
 
 def flatten(module):
@@ -297,7 +266,7 @@ def flatten(module):
 
 @pytest.mark.parametrize(("kind", "narrow"), [
     *itertools.product(["scalar", "learned", "own", "mixed"], [narrow_in_place, assign_parameter, flatten]),
-    *itertools.product(["learned", "own"], [assign_buffer]), ("frozen", narrow_in_place), ("frozen", assign_buffer),
+    ("frozen", narrow_in_place),
 ])
 def test_forward_refuses_16_bits(kind, narrow):
     decay, x = OWNERS[kind](), torch.randn(2, 3, 6)
@@ -391,27 +360,19 @@ def scalar_decay_with(initial_half_lives):
 
 @pytest.mark.parametrize(("build", "error", "message"), [
     (lambda: ScalarDecay(0, 4), ValueError, "embed_dim: expected at least 1, got 0"),
-    (lambda: ScalarDecay(6.0, 4), TypeError, "embed_dim: expected an int, got 6.0 of type float"),
     (lambda: ScalarDecay(6, 0), ValueError, "num_heads: expected at least 1, got 0"),
-    (lambda: ScalarDecay(6, True), TypeError, "num_heads: expected an int, got True of type bool"),
-    (lambda: scalar_decay_with(8.0), TypeError, r"initial_half_lives: expected two numbers .* got 8.0"),
     (lambda: scalar_decay_with(("1", "2")), TypeError, r"initial_half_lives: .* got \('1', '2'\)"),
     (lambda: scalar_decay_with((8.0, 4.0)), ValueError, r"initial_half_lives: .* got \(8.0, 4.0\)"),
-    (lambda: scalar_decay_with((0.0, 4.0)), ValueError, r"initial_half_lives: .* got \(0.0, 4.0\)"),
     (lambda: scalar_decay_with((1.0, math.inf)), ValueError, r"initial_half_lives: .* got \(1.0, inf\)"),
     (lambda: scalar_decay_with((1.0, 2.0, 3.0)), ValueError, r"initial_half_lives: .* 4 heads, got \(1.0, 2.0,"),
     (lambda: scalar_decay_with((1.0, 2.0, 0.0, 3.0)), ValueError, r"initial_half_lives: .* got \(1.0, 2.0, 0.0"),
     (lambda: scalar_decay_with(torch.ones(4, 1)), TypeError, r"initial_half_lives: .* got tensor\("),
     (lambda: scalar_decay_with([1, 2, 3, 10**400]), ValueError, r"initial_half_lives: .* got \[1, 2, 3, 1000"),
-    (lambda: ConstantDecay.alibi(0), ValueError, "num_heads: expected at least 1, got 0"),
     (lambda: ConstantDecay.retnet("8"), TypeError, "num_heads: expected an int, got '8' of type str"),
     (lambda: ConstantDecay.alibi(4, learned=1), TypeError, "learned: expected a bool, got 1 of type int"),
-    (lambda: ConstantDecay.from_values(-0.5), TypeError, "values: expected one number per head, .* got -0.5"),
-    (lambda: ConstantDecay.from_values("123"), TypeError, "values: expected one number per head, .* got '123'"),
     (lambda: ConstantDecay.from_values(torch.zeros(2, 2)), TypeError, "values: expected one number per head"),
     (lambda: ConstantDecay.from_values([]), ValueError, "values: expected at least one head, got none"),
     (lambda: ConstantDecay.from_values([-math.inf]), ValueError, r"values: expected finite .* got \[-inf\]"),
-    (lambda: ConstantDecay.from_values([-(10**400)]), ValueError, r"values: expected finite .* got \[-1000"),
     (lambda: ConstantDecay.from_values([-1, 0], learned=True), ValueError, r"values: .* no 0 .* got \[-1, 0\]"),
 ])
 def test_errors_name_arguments_of_decays(build, error, message):

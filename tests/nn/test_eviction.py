@@ -1,11 +1,10 @@
 """Eviction from a cache: lost probability stays below its bound, and a layer generates far beyond its cache."""
 
-import itertools
 import math
 
 import pytest
 import torch
-from cached_layers import BACKENDS, DEVICE, HEADS, WIDTH, Rotary, build, tokens
+from cached_layers import DEVICE, HEADS, WIDTH, Rotary, build, tokens
 from torch import nn
 
 import decayattn.nn.attention
@@ -67,7 +66,7 @@ class Stream:
         first = cache.first + cache.dropped[:, None]
         return torch.arange(self.q.shape[1], device=DEVICE) < first[..., None]
 
-    def run(self, tolerance, max_length, parts, backend="reference"):
+    def run(self, tolerance, max_length, parts):
         """Evict before every part; (largest lost probability, outputs, cache), the bound held in every row."""
         cache, (decay, seen), p = self.cache(max_length), self.decay(), self.probabilities()
         start, out, worst = 0, [], 0.0
@@ -83,23 +82,21 @@ class Stream:
             worst = max(worst, lost.max().item())
             log_decay = self.log_decay if self.constant is not None else self.log_decay[:, rows]
             own = (x[:, rows] for x in (self.q, self.k, self.v))
-            out.append(cache.attend(*own, log_decay, scale=self.bound, backend=backend))
+            out.append(cache.attend(*own, log_decay, scale=self.bound, backend="reference"))
             start += count
         return worst, torch.cat(out, 1), cache
 
 
-@pytest.mark.parametrize(
-    ("kind", "tolerance", "seed", "backend"),
-    [*itertools.product(["constant", "scalar", "resets"], [1e-2, 1e-6], range(4), BACKENDS[:1]),
-     ("resets", 1e-2, 0, "triton")],
-)
-def test_evicted_probability_stays_below_its_bound(kind, tolerance, seed, backend):
+@pytest.mark.parametrize("kind", ["constant", "scalar", "resets"])
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-6])
+@pytest.mark.parametrize("seed", range(3))
+def test_evicted_probability_stays_below_its_bound(kind, tolerance, seed):
     """The cache is far too short for the whole sequence."""
     stream = Stream(kind, seed=seed)
     if kind == "resets":
         at = torch.rand(stream.log_decay.shape, generator=torch.Generator().manual_seed(seed)) < 0.02
         stream.log_decay[at.to(DEVICE)] = -torch.inf
-    worst, out, cache = stream.run(tolerance, 200, [40, 1, 1, 8, 50, 20, 20, 20, 30, 49, 1], backend)
+    worst, out, cache = stream.run(tolerance, 200, [40, 1, 1, 8, 50, 20, 20, 20, 30, 49, 1])
     group = stream.heads // stream.kv_heads
     v = stream.v.repeat_interleave(group, 2)
     want = torch.einsum("bhij,bjhe->bihe", stream.probabilities(), v)
@@ -256,12 +253,10 @@ def test_score_bound_bounds_the_scores(scale, dtype, monkeypatch):
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
     ((0.0, 1.0), ValueError, "tolerance: expected a number between 0 and 1, got 0.0"),
-    ((1, 1.0), ValueError, "tolerance: expected a number between 0 and 1, got 1"),
     (("auto", 1.0), TypeError, "tolerance: expected a number, got 'auto'"),
     ((0.1, None), TypeError, "score_bound: expected a number or a tensor"),
     ((0.1, torch.zeros(3)), ValueError, r"score_bound: expected a number or \(H,\) = \(2,\), got \(3,\)"),
     ((0.1, 10**400), ValueError, "score_bound: expected a finite number of at least 0, got 1000"),
-    ((0.1, -1000.0), ValueError, "score_bound: expected a finite number of at least 0, got -1000.0"),
     ((0.1, 1.0, -0.5), ValueError, "log_decay: expected None, because the cache holds a decay per token"),
 ])
 def test_errors_name_arguments_of_evict(arguments, error, message):

@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import itertools
 import re
 import textwrap
 from typing import Any
@@ -158,16 +159,11 @@ def parallel_gradients(device: str, kind: str, decay: str) -> dict[str, float]:
     for block in model:
         block.checkpointed = kind == "fsdp, checkpointed"
     two_steps(expected, called, device)
-    found = worst(gradients(model), gradients(expected))
-    norms = [whole(nn.utils.clip_grad_norm_(one.parameters(), 0.5)) for one in (model, expected)]
-    found["norm"] = float((norms[0] - norms[1]).abs() / norms[1])
-    found |= {f"clipped {name}": x for name, x in worst(gradients(model), gradients(expected)).items()}
-    return found
+    return worst(gradients(model), gradients(expected))
 
 
 @pytest.mark.parametrize(("kind", "decay"), [
-    *(("ddp", decay) for decay in DECAYS), *(("fsdp", decay) for decay in ("scalar", "learned")),
-    *(("fsdp, checkpointed", decay) for decay in ("scalar", "learned")),
+    *(("ddp", decay) for decay in DECAYS), *itertools.product(["fsdp", "fsdp, checkpointed"], ["scalar", "learned"]),
 ])
 def test_parallel_gradients_equal_one_process(ranks, kind, decay):
     for errors in ranks(parallel_gradients, ranks.device, kind, decay):
@@ -307,10 +303,10 @@ def sharded_generation(device: str, decay: str, policy: MixedPrecisionPolicy | N
     return found | {"dtype": cache.dtype}
 
 
-@pytest.mark.parametrize("decay", ["scalar", "learned"])
-@pytest.mark.parametrize(("dtypes", "expected"), [
-    (None, torch.float32), ({}, torch.float32), ({"param_dtype": torch.bfloat16}, torch.bfloat16),
-    ({"param_dtype": torch.bfloat16, "output_dtype": torch.float32}, torch.float32),
+@pytest.mark.parametrize(("decay", "dtypes", "expected"), [
+    ("scalar", None, torch.float32), ("learned", {}, torch.float32),
+    ("learned", {"param_dtype": torch.bfloat16}, torch.bfloat16),
+    ("scalar", {"param_dtype": torch.bfloat16, "output_dtype": torch.float32}, torch.float32),
 ])
 def test_sharded_layer_makes_caches_and_score_bounds(ranks, decay, dtypes, expected):
     policy = None if dtypes is None else MixedPrecisionPolicy(**dtypes)
@@ -364,9 +360,9 @@ def gradients_of_fsdp1(device: str, decay: str, dtype: torch.dtype, mixed: torch
         return worst(found, gradients(single))
 
 
-@pytest.mark.parametrize("decay", ["scalar", "learned", "frozen"])
-@pytest.mark.parametrize(("dtype", "mixed", "largest"), [
-    (torch.float32, None, 1e-5), (torch.bfloat16, None, 2e-2), (torch.float32, torch.bfloat16, 2e-2),
+@pytest.mark.parametrize(("decay", "dtype", "mixed", "largest"), [
+    ("scalar", torch.float32, None, 1e-5), ("learned", torch.bfloat16, None, 2e-2),
+    *((decay, torch.float32, torch.bfloat16, 2e-2) for decay in ("scalar", "frozen")),
 ])
 def test_fsdp1_trains_by_the_documented_policy(ranks, decay, dtype, mixed, largest):
     for found in ranks(gradients_of_fsdp1, ranks.device, decay, dtype, mixed):
@@ -440,24 +436,20 @@ def test_tensor_parallelism_gives_gradients_of_one_process(ranks, decay, checkpo
         assert max(errors.values()) < 1e-11, errors
 
 
-def places_of_parameters(device: str) -> dict[str, tuple]:
+def sizes_of_parameters(device: str) -> dict[str, tuple]:
     layer = model_of("scalar", device, **EVERYTHING)[0].attention
     divide(layer, device)
-    parts = [p.to_local() for name, p in layer.in_proj.named_parameters() if name.startswith("weight")]
-    return {name: tuple(map(str, p.placements)) for name, p in layer.named_parameters()} | {
-        "local": ([tuple(part.shape) for part in parts], layer.num_heads, layer.num_kv_heads)
-    }
+    assert (layer.num_heads, layer.num_kv_heads) == (2, 1)
+    return {name: tuple(p.to_local().shape) for name, p in layer.named_parameters()}
 
 
 def test_plan_shards_heads_and_replicates_gains(ranks):
-    rows, columns, alike = ("S(0)",), ("S(1)",), ("R",)
-    parts = {f"in_proj.{name}_{index}": rows for name in ("weight", "bias") for index in range(4)}
-    for found in ranks(places_of_parameters, ranks.device):
-        assert found == parts | {
-            "sink": rows, "log_scale": rows, "decay.weight": rows, "decay.bias": rows, "out_proj.weight": columns,
-            "out_proj.bias": alike, "q_norm.weight": alike, "k_norm.weight": alike,
-            # of q, k, v and the gate: 32, 16, 16 and 32 rows in all
-            "local": ([(16, WIDTH), (8, WIDTH), (8, WIDTH), (16, WIDTH)], 2, 1),
+    for found in ranks(sizes_of_parameters, ranks.device):
+        # of q, k, v and the gate: 32, 16, 16 and 32 rows in all
+        sizes = {f"in_proj.weight_{n}": (rows, WIDTH) for n, rows in enumerate((16, 8, 8, 16))}
+        assert found == sizes | {name.replace("weight", "bias"): size[:1] for name, size in sizes.items()} | {
+            "sink": (2,), "log_scale": (2,), "decay.weight": (2, WIDTH), "decay.bias": (2,),
+            "out_proj.weight": (WIDTH, 16), "out_proj.bias": (WIDTH,), "q_norm.weight": (8,), "k_norm.weight": (8,),
         }
 
 
