@@ -137,7 +137,8 @@ def _meet(device):
 
 def _work(rank, ranks, device, seconds, store, calls, results):
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))  # init_device_mesh reads them
+    # init_device_mesh reads them; accelerate expects an address, and finds the group
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
     backend, group, failed = "gloo", None, None
     if device == "cuda":
         backend = "nccl"

@@ -9,7 +9,6 @@ import re
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -320,7 +319,6 @@ JUMP, RESTART = torch.tensor([[0, 1, 2, 5, 6]]), torch.tensor([[0, 1, 2, 0, 1]])
 @pytest.mark.parametrize("arguments", [
     {"position_ids": JUMP}, {"position_ids": 2 * torch.arange(5)[None]},
     {"position_ids": RESTART, "use_cache": True}, {"position_ids": RESTART, "attention_mask": torch.ones(1, 5)},
-    {"position_ids": JUMP, "rows": 2}, {"position_ids": torch.arange(5)[None].flip(1), "rows": 2},
     {"position_ids": torch.arange(5)[None], "rows": 2, "attention_mask": torch.tensor([[1, 1, 0, 1, 1]] * 2)},
     {"position_ids": torch.arange(100, 105)[None], "cached": 3},
     {"position_ids": torch.arange(5)[None], "cached": 3},
@@ -337,9 +335,8 @@ def test_model_refuses_positions_that_jump(arguments):
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("batch", [left_padded, holes])
-def test_model_takes_masks_of_every_dtype(batch, dtype):
-    model, (ids, mask) = build(), batch()
+def test_model_takes_masks_of_every_dtype(dtype):
+    model, (ids, mask) = build(), holes()
     assert torch.equal(model(ids, attention_mask=mask.to(dtype)).logits, model(ids, attention_mask=mask).logits)
     nothing = torch.ones(3, 0, dtype=dtype)
     assert model(ids[:, :0], attention_mask=nothing).logits.shape == (3, 0, VOCAB)
@@ -350,13 +347,10 @@ LOWEST = torch.finfo(torch.float32).min
 
 @pytest.mark.parametrize(("mask", "remedy"), [
     ([1, 1, 2, 2, 3], "documents are kept apart"),
-    ([0, 0, 1, 1, 2], "documents are kept apart"),
     ([0, 0, -1, 0, 0], "documents are kept apart"),
     ([LOWEST, LOWEST, 0.0, 0.0, 0.0], "numbers to add to scores"),
-    ([-math.inf, 0.0, 0.0, 0.0, 0.0], "numbers to add to scores"),
     ([0.0, 0.0, 0.0, 0.0, 0.0], "numbers to add to scores"),
     ([1.0, math.nan, 1.0, 1.0, 1.0], "numbers to add to scores"),
-    ([0.5, 1.0, 1.0, 1.0, 1.0], "numbers to add to scores"),
 ])
 def test_model_refuses_masks_of_another_meaning(mask, remedy):
     model, ids = build(), random_ids()[:2, :5]
@@ -380,7 +374,7 @@ def test_model_refuses_masks_that_contradict_the_cache():
 
 
 @pytest.mark.parametrize(("order", "copied", "layers"), [
-    ((1,), False, 1), ((0, 1, 1, 0, 1), True, 5), ((0, 1, 0, 1), False, 4), ((1, 0), False, 2), ((0, 1), False, 1),
+    ((1,), False, 1), ((0, 1, 1, 0, 1), True, 5), ((0, 1, 0), False, 3), ((0, 1), False, 1),
 ])
 def test_removed_and_repeated_layers_have_own_caches(order, copied, layers):
     """Layers are those that model.layers has, up to config.num_hidden_layers; shared ones see their own tokens."""
@@ -461,47 +455,10 @@ def test_filled_cache_reports_its_state():
     assert size == "max_batch_size" or cache.batch_size == -1
 
 
-@pytest.mark.parametrize("begin", [torch.inference_mode, torch.no_grad])
-@pytest.mark.parametrize("decay", ["scalar", "alibi"])
-def test_prefix_of_inference_mode_continues_outside(decay, begin):
-    """Outside of that mode, as with Llama; also a cache that only grew inside, and after every change of entries."""
-    model, ids = build(decay), random_ids()
-    expected = generate(model, ids)
-    for change in (
-        lambda cache: None, lambda cache: cache.crop(-1), lambda cache: cache.reorder_cache(torch.arange(3)),
-        lambda cache: cache.batch_select_indices(torch.arange(3)), lambda cache: cache.batch_repeat_interleave(1),
-    ):
-        cache = DecayModelCache(model.config)
-        with begin():
-            model(ids[:, :2], cache=cache)
-        with torch.inference_mode():
-            model(ids[:, 2:6], cache=cache)
-        change(cache)
-        assert torch.equal(generate(model, ids, cache=cache), expected)
-
-
-def test_model_offloaded_to_disk_generates(tmp_path):
-    """The dtype and the device of in_proj's parameters are not those of the keys."""
-    pytest.importorskip("accelerate")
-    model, (ids, mask) = build(dtype=torch.float32), left_padded()
-    model.save_pretrained(tmp_path)
-    where = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "lm_head"), "cpu")
-    offloaded = DecayForCausalLM.from_pretrained(
-        tmp_path, device_map={**where, "model.layers.1": "disk"}, offload_folder=tmp_path / "offloaded"
-    )
-    expected = generate(model, ids, mask)
-    for use_cache in (True, False):
-        assert torch.equal(generate(offloaded, ids, mask, use_cache=use_cache), expected)
-
-
-@pytest.mark.parametrize("decay", ["scalar", "retnet-learned"])
-@pytest.mark.parametrize("options", [
-    {"num_beams": 3},
-    {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 5},
-    {"do_sample": True, "top_k": 0},
-    {"do_sample": True, "num_return_sequences": 3},
-    {"num_beams": 2, "eos_token_id": 7, "repetition_penalty": 1.3},
-], ids=["beams", "two-beams", "sampling", "samples", "eos"])
+@pytest.mark.parametrize(("decay", "options"), [
+    ("scalar", {"num_beams": 3}), ("retnet-learned", {"do_sample": True, "num_return_sequences": 3}),
+    ("scalar", {"num_beams": 2, "num_return_sequences": 2, "eos_token_id": 7, "repetition_penalty": 1.3}),
+], ids=["beams", "samples", "two-beams"])
 def test_generation_is_equal_with_and_without_a_cache(decay, options):
     model, (ids, mask) = build(decay), left_padded()
     tokens = []
@@ -511,26 +468,9 @@ def test_generation_is_equal_with_and_without_a_cache(decay, options):
     assert torch.equal(*tokens)
 
 
-def test_generate_takes_prompt_chunks_and_prompt_lookup():
+def test_generate_takes_prompt_chunks():
     model, (ids, mask) = build(), left_padded()
-    expected = generate(model, ids, mask)
-    assert torch.equal(generate(model, ids, mask, prefill_chunk_size=2), expected)
-    # candidates that repeat the prompt; those that are wrong are cropped from the cache
-    model.lm_head.weight.data[3] += 3 * model.lm_head.weight.data.abs().amax()
-    repetitive = torch.tensor([[3, 4, 3, 3, 4, 3, 3, 4]])
-    options = {"max_new_tokens": 20, "eos_token_id": VOCAB - 1}
-    cropped = []
-
-    class Recording(DecayModelCache):
-        def crop(self, tokens_to_remove):
-            before = self.get_seq_length()
-            super().crop(tokens_to_remove)
-            cropped.append(before - self.get_seq_length())
-
-    cache = Recording(model.config)
-    guessed = generate(model, repetitive, cache=cache, prompt_lookup_num_tokens=3, **options)
-    assert max(cropped) > 0
-    assert torch.equal(guessed, generate(model, repetitive, **options))
+    assert torch.equal(generate(model, ids, mask, prefill_chunk_size=2), generate(model, ids, mask))
 
 
 def test_cache_continues_copies_and_repeats():
@@ -562,9 +502,8 @@ def test_cache_continues_copies_and_repeats():
     (12, [6, 6, 6, 12, 12, 42]),
     (4, [4, 4, 10, 10, 22, 22]),
 ])
-@pytest.mark.parametrize("decay", ["scalar", "alibi"])
-def test_growing_cache_gives_the_logits_of_the_sequence(decay, max_length, sizes):
-    model, ids = build(decay), random_ids(tokens=21)
+def test_growing_cache_gives_the_logits_of_the_sequence(max_length, sizes):
+    model, ids = build(), random_ids(tokens=21)
     cache, logits, got = DecayModelCache(model.config, max_length), [], []
     with torch.no_grad():
         for piece in ids.split([3, 1, 1, 5, 1, 10], dim=1):
@@ -575,9 +514,6 @@ def test_growing_cache_gives_the_logits_of_the_sequence(decay, max_length, sizes
         torch.testing.assert_close(torch.cat(logits, 1), model(ids, use_cache=False).logits)
     assert cache.get_seq_length() == 21
     assert got == sizes
-    if decay == "scalar":  # the tokens of a head are together in memory, as decoding reads them
-        cache.batch_select_indices(torch.tensor([2, 0]))
-        assert cache.layers[1].cache.alpha.stride() == (sizes[-1] * HEADS, 1, sizes[-1])
 
 
 def test_generate_allocates_its_cache_once():
@@ -664,10 +600,9 @@ def test_model_starts_caches_without_gradients_only():
 
 @pytest.mark.parametrize(("decay", "tied"), [(decay, number % 2 == 0) for number, decay in enumerate(DECAYS)])
 def test_saved_model_loads_with_its_configuration(decay, tied, tmp_path):
-    half_lives = (2, 64) if decay == "scalar" else None
     model = build(
         decay, dtype=torch.float32, tie_word_embeddings=tied, qk_norm=True, eos_token_id=4, window_size=(4, 0),
-        sink=True, initial_half_lives=half_lives,
+        sink=True, initial_half_lives=(2, 64) if decay == "scalar" else None,
     )
     ids = random_ids()
     model.save_pretrained(tmp_path)
@@ -675,12 +610,8 @@ def test_saved_model_loads_with_its_configuration(decay, tied, tmp_path):
 
     config = AutoConfig.from_pretrained(tmp_path)
     assert type(config) is DecayConfig
-    assert config.decay == decay
-    assert config.log_decay == model.config.log_decay
-    assert config.eos_token_id == 4
-    assert config.window_size == (4, 0)
-    assert config.sink is True
-    assert config.initial_half_lives == half_lives
+    for name in ("decay", "log_decay", "eos_token_id", "window_size", "sink", "initial_half_lives"):
+        assert getattr(config, name) == getattr(model.config, name), name
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is DecayForCausalLM
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
@@ -742,7 +673,7 @@ def test_new_model_starts_as_configured():
 
 @pytest.mark.parametrize(("decay", "options"), [
     *((decay, {"log_decay": kind(RATES)}) for decay in ("constant", "constant-learned")
-      for kind in (list, np.array, torch.tensor)),
+      for kind in (list, torch.tensor)),
     ("scalar", {"initial_half_lives": [2, 4096]}), ("scalar", {"initial_half_lives": [9.0, 2.0, 9.0, 5.0]}),
 ])
 def test_decays_start_as_configured(decay, options, tmp_path):
@@ -817,7 +748,7 @@ def test_trainer_spares_decays_sinks_and_scales(make, tmp_path):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
 def test_classifiers_learn_from_padded_batches(auto, side, tmp_path):
-    """On top of a language model's checkpoint; saved, loaded and trained."""
+    """On top of a language model's checkpoint."""
     options = {"sink": True, "pad_token_id": 0, "num_labels": 3, "classifier_dropout": 0.0}
     build(dtype=torch.float32, **options).save_pretrained(tmp_path)
     model = auto.from_pretrained(tmp_path)
@@ -846,9 +777,6 @@ def test_classifiers_learn_from_padded_batches(auto, side, tmp_path):
     Trainer(model, arguments, train_dataset=rows).train()
     assert not any(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
     assert model(ids, attention_mask=mask.long(), labels=labels).loss < out.loss
-    model.save_pretrained(tmp_path / "again")
-    again = auto.from_pretrained(tmp_path / "again").eval()
-    assert torch.equal(again(ids, attention_mask=mask).logits, model.eval()(ids, attention_mask=mask).logits)
 
 
 def test_model_changes_vocabulary_and_dtype():
@@ -864,7 +792,6 @@ IDS = random_ids()
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
     ({"input_ids": None}, ValueError, "input_ids, inputs_embeds: expected exactly one"),
-    ({"inputs_embeds": torch.zeros(3, TOKENS, 32)}, ValueError, "input_ids, inputs_embeds: expected exactly one"),
     ({"input_ids": IDS[0]}, ValueError, r"input_ids: expected \(B, T\), got \(9,\)"),
     ({"attention_mask": [[1] * TOKENS] * 3}, TypeError, r"attention_mask: expected a tensor, got \[\[1"),
     *(({"attention_mask": torch.ones(shape)}, ValueError, r"attention_mask: expected \(B, past \+ T\) = \(3, 9\)")
@@ -875,7 +802,6 @@ IDS = random_ids()
     *(({"position_ids": positions}, ValueError, r"position_ids: expected \(B, T\) = \(3, 9\), got")
       for positions in (torch.arange(TOKENS), torch.arange(TOKENS).expand(2, -1), torch.arange(3)[None])),
     ({"position_ids": torch.zeros(3, TOKENS)}, TypeError, "position_ids: expected an integer tensor"),
-    ({"position_ids": [[0] * TOKENS] * 3}, TypeError, "position_ids: expected an integer tensor"),
     ({"output_attentions": True}, ValueError, "output_attentions: "), ({"is_causal": False}, ValueError, "is_causal: "),
     ({"token_type_ids": torch.zeros_like(IDS)}, ValueError, "token_type_ids: "),
     *(({name: 3}, TypeError, f"{name}: unexpected argument of the model, got 3 of type int")
@@ -899,23 +825,15 @@ def test_errors_name_caches_of_generate():
 @pytest.mark.parametrize(("fields", "error", "message"), [
     ({"num_key_value_heads": 5}, ValueError, "num_key_value_heads: expected a divisor of .*_heads = 12, got 5"),
     ({"num_attention_heads": 0}, ValueError, "num_attention_heads: expected at least 1, got 0"),
-    ({"num_hidden_layers": 2.0}, TypeError, "num_hidden_layers: expected an int, got 2.0"),
-    ({"vocab_size": -1}, ValueError, "vocab_size: expected at least 1, got -1"),
-    ({"intermediate_size": "big"}, TypeError, "intermediate_size: expected an int"),
     ({"head_dim": 300}, ValueError, "head_dim: expected at most 256, got 300"),
-    ({"hidden_size": 12 * 300}, ValueError, "head_dim: expected at most 256, got 300"),
-    ({"qk_norm": 1}, TypeError, "qk_norm: expected a bool, got 1"),
+    *(({name: 1}, TypeError, f"{name}: expected a bool, got 1") for name in ("qk_norm", "output_gate", "sink")),
     ({"backend": "flash"}, ValueError, "backend: expected one of 'auto', 'reference', .* got 'flash'"),
     ({"value_dim": 99}, ValueError, "value_dim: expected no such option: DecayFlashAttention has it"),
     ({"window_size": 99}, TypeError, r"window_size: expected None or a pair \(left, right\)"),
-    ({"window_size": (-2, 0)}, ValueError, "window_size: expected numbers of tokens, or -1"),
-    ({"sink": 1}, TypeError, "sink: expected a bool, got 1"),
     ({"initial_half_lives": (4, 2)}, ValueError, "initial_half_lives: expected two numbers of tokens"),
     ({"initial_half_lives": (2, 4), "decay": "alibi"}, ValueError, "initial_half_lives: expected only with decay="),
     ({"decay": "constant"}, ValueError, "log_decay: expected num_attention_heads = 12 numbers .*, got None"),
     ({"decay": "constant", "log_decay": [-1]}, ValueError, "log_decay: expected num_attention_heads = 12 .* got 1"),
-    ({"decay": "constant", "log_decay": -1}, TypeError, "log_decay: expected one number per head"),
-    ({"decay": "constant", "log_decay": [-math.inf] * 12}, ValueError, "log_decay: expected finite log-decays"),
     ({"decay": "constant-learned", "log_decay": [0] * 12}, ValueError, "log_decay: expected no 0 with learned"),
     ({"log_decay": [-1] * 12}, ValueError, "log_decay: expected only with decay='constant' or 'constant-learned'"),
     ({"num_heads": 4}, ValueError, "num_heads: expected no such option"),
@@ -930,22 +848,19 @@ def test_errors_name_fields_of_the_configuration(fields, error, message):
 
 
 OTHER_ARCHITECTURES = {
-    "window_size": {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 4},
-    "no dropout": {"attention_dropout": 0.1, "resid_pdrop": 0.1, "hidden_dropout_prob": 0.2, "layerdrop": 0.1},
-    "SwiGLU": {"hidden_act": "gelu", "activation_function": "gelu_new", "ffn_dim": 64, "d_model": 64, "n_embd": 64},
-    "`decay` gives the order": {
-        "rope_theta": 1e4, "rope_scaling": {"type": "linear"}, "rope_parameters": {"rope_type": "default"},
-        "partial_rotary_factor": 0.5, "position_embedding_type": "absolute", "alibi": True, "n_positions": 1024,
-    },
+    "window_size": {"sliding_window": 4096, "use_sliding_window": True},
+    "no dropout": {"attention_dropout": 0.1, "resid_pdrop": 0.1, "layerdrop": 0.1},
+    "SwiGLU": {"hidden_act": "gelu", "ffn_dim": 64, "d_model": 64},
+    "`decay` gives the order": {"rope_scaling": {"type": "linear"}, "alibi": True, "n_positions": 1024},
     "num_hidden_layers": {"layer_types": ["full_attention", "sliding_attention"], "n_layer": 24},
-    "capped or scaled": {"attn_logit_softcapping": 50.0, "logits_soft_cap": 30.0, "embedding_multiplier": 2.0},
-    "no biases": {"attention_bias": True, "mlp_bias": True, "use_qkv_bias": True},
-    "no experts": {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_layer_freq": 2, "router_jitter_noise": 0.1},
-    "RMSNorm": {"layer_norm_eps": 1e-5, "use_qk_norm": True, "norm_type": "layernorm"},
-    "num_key_value_heads": {"n_head": 4, "kv_lora_rank": 8, "multi_query": True, "head_size": 64},
-    "initial_half_lives": {"half_lives": (4, 64), "use_forget_gate": True, "learned_decay": True},
+    "capped or scaled": {"attn_logit_softcapping": 50.0, "embedding_multiplier": 2.0},
+    "no biases": {"attention_bias": True},
+    "no experts": {"num_local_experts": 8, "router_jitter_noise": 0.1},
+    "RMSNorm": {"layer_norm_eps": 1e-5, "use_qk_norm": True},
+    "num_key_value_heads": {"n_head": 4, "kv_lora_rank": 8, "multi_query": True},
+    "initial_half_lives": {"half_lives": (4, 64), "use_forget_gate": True},
     "causal": {"bidirectional": True},
-    "DecayFlashAttention": {"add_cross_attention": True, "use_parallel_residual": True, "mamba_d_state": 16},
+    "DecayFlashAttention": {"add_cross_attention": True, "mamba_d_state": 16},
 }
 
 
@@ -956,11 +871,7 @@ def test_config_refuses_options_of_other_architectures(remedy):
             DecayConfig(**{name: value})
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [("num_attention_head", "num_attention_heads"), ("sinks", "sink"), ("tie_embeddings", "tie_word_embeddings"),
-     ("window_sizes", "window_size"), ("initial_half_life", "initial_half_lives"), ("qk_norms", "qk_norm")],
-)
+@pytest.mark.parametrize(("name", "meant"), [("num_attention_head", "num_attention_heads"), ("sinks", "sink")])
 def test_config_names_the_meant_option(name, meant):
     with pytest.raises(TypeError, match=f"^{name}: no option of DecayConfig; did you mean {meant}\\?"):
         DecayConfig(**{name: 2})
