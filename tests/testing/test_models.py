@@ -59,7 +59,7 @@ def model_and_batch():
     model = TinyModel(decay="scalar", bias=True, num_kv_heads=2, backend="auto")
     for block in model.blocks:
         nn.init.normal_(block.attention.decay.weight, std=0.2)
-    return model, {"tokens": torch.randint(0, 32, (3, 33)), "weights": torch.rand(3, 32)}
+    return model, {"tokens": torch.randint(0, 32, (2, 17)), "weights": torch.rand(2, 16)}
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
@@ -127,16 +127,12 @@ def test_backward_recomputes_the_tested_forward(model_and_batch):
     assert set(seen) == {"reference"}
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [torch.no_grad, torch.inference_mode, functools.partial(torch.autocast, "cpu", torch.bfloat16)],
-    ids=["no_grad", "inference_mode", "autocast"],
-)
-def test_the_modes_of_the_caller_change_nothing(model_and_batch, mode):
+def test_the_modes_of_the_caller_change_nothing(model_and_batch):
     model, batch = model_and_batch
     expected = compare_model_gradients(model, weighted_loss, batch, backend="reference")
-    with mode():
-        assert compare_model_gradients(model, weighted_loss, batch, backend="reference") == expected
+    for mode in (torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
+        with mode:
+            assert compare_model_gradients(model, weighted_loss, batch, backend="reference") == expected
 
 
 def test_given_gradients_may_require_gradients(model_and_batch):
@@ -230,7 +226,6 @@ def seeded(noise, dtype=None):
         (Noisy(nn.Dropout(0.1)), squares, "draws random numbers"),
         (Noisy(DropPath(lambda: torch.rand(()))), squares, "draws random numbers"),
         (Noisy(DropPath(random.random)), squares, "draws random numbers"),
-        (Noisy(DropPath(lambda: np.random.rand())), squares, "draws random numbers"),  # noqa: NPY002
         (torch.compile(Noisy(nn.Dropout(0.1))), squares, "draws random numbers"),
         (Noisy(), masks_in_place, "draws random numbers"),
         (Noisy(), noise_in_the_gradient, "draws random numbers"),
@@ -271,7 +266,6 @@ class Counting(nn.Module):
         (Noisy(nn.Dropout(0.3)), seeded(0.0)),
         (Noisy(), seeded(0.3, torch.float32)),
         (Noisy(Normalised()), squares),
-        (Noisy(Normalised(momentum=None)), squares),
         (Noisy(Counting()), squares),
         (torch.compile(Noisy()), squares),
     ],
