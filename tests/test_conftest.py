@@ -9,9 +9,6 @@ from types import SimpleNamespace
 import pytest
 from repository_files import ROOT, TESTS
 
-NOT_THEN = ("__name__ == '__main__'", "not torch.cuda.is_available()")
-
-
 COLLECT = """
 import os, sys
 import pytest, torch

@@ -1,6 +1,5 @@
 """MIGRATION.md: every example computes the same by the formula of the other library and by ours."""
 
-import math
 import re
 import sys
 from pathlib import Path
@@ -67,37 +66,6 @@ def test_formula_of_flex_attention_equals_pytorch(float64):
         mask = library.create_block_mask(visible, None, None, 50, 50, device="cpu")
         results.append(library.flex_attention(q, k, v, decayed, mask, enable_gqa=True))
     torch.testing.assert_close(*results)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.xdist_group("gpu")
-def test_formula_of_fla_equals_its_kernel():
-    """Compared with fla's forward, if installed, within a rounding of the weights and one of the output to float16."""
-    fla = pytest.importorskip("fla.ops.attn")
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 300, heads, 64, dtype=torch.float16) for heads in (4, 2, 2))
-    g = torch.nn.functional.logsigmoid(torch.randn(2, 300, 4) + 1)
-    options = {"scale": 0.2, "window_size": 40, "sink_bias": torch.randn(4)}
-    exact = other_libraries.parallel_attn(*(x.double() for x in (q, k, v, g)), **options)
-    on_gpu = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    out = fla.parallel_attn(*(x.cuda() for x in (q, k, v, g)), **on_gpu).cpu().double()
-    assert (out - exact).norm() <= torch.finfo(torch.float16).eps * exact.norm()
-
-
-@pytest.mark.parametrize("threshold", ["auto", -25.0])
-def test_pruning_loses_at_most_the_documented_probability(float64, threshold):
-    """Keys that the Forgetting Transformer's adaptive threshold drops have at most the guide's probability in a row:
-    e^-10, or for a number the bound that follows from the largest score."""
-    generator = torch.Generator().manual_seed(0)
-    q, k = 0.7 * torch.randn(2, 2, 300, 4, 16, generator=generator)
-    log_decay = torch.nn.functional.logsigmoid(torch.randn(2, 300, 4, generator=generator) + 1)
-    bias = other_libraries.decay_between(log_decay, 300)
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4 + bias
-    weights = scores.masked_fill(other_libraries.distances(300, 300) < 0, -torch.inf).softmax(-1)
-    lost = (weights * other_libraries.pruned(q, k, bias, None, threshold)).sum(-1).amax()
-    largest = float(q.norm(dim=-1).max() * k.norm(dim=-1).max() / 4)
-    most = math.exp(-10) if threshold == "auto" else 300 * math.exp(threshold + 2 * largest)
-    assert 0 < lost <= most < 1
 
 
 def test_errors_translate_names_of_the_table():
