@@ -29,7 +29,6 @@ META = {"device": "meta"}
 # decay_attention's tensors, log-decay, scale and names
 TENSORS = [
     ({"q": [1.0]}, TypeError, r"^q: expected a torch.Tensor, got \[1.0\] of type list"),
-    ({"v": None}, TypeError, r"^v: expected a torch.Tensor, got None of type NoneType"),
     ({"k": torch.zeros(6, 2, 8)}, ValueError, r"^k: expected 4 dimensions \(batch, sequence.*got shape \(6, 2, 8\)"),
     ({"q": torch.zeros(2, 5, 4, 8).int()}, TypeError, r"^q: expected float16, bfloat16, float32 or .*got torch.int32"),
     ({"q": torch.zeros(2, 5, 4, 8).to_sparse()}, TypeError, r"^q: expected a dense tensor, got .*torch.sparse_coo"),
@@ -52,39 +51,25 @@ TENSORS = [
     ({"log_decay": -INF}, ValueError, r"^log_decay: expected a finite number, got -inf"),
     ({"log_decay": math.nan}, ValueError, r"^log_decay: expected a finite number, got nan"),
     ({"log_decay": 1e39}, ValueError, r"^log_decay: expected a finite number, got 1e\+39 \(q: torch.float32\)"),
-    ({"log_decay": 10**400}, ValueError, r"^log_decay: expected a finite number, got 1000"),
     ({"log_decay": True}, TypeError, r"^log_decay: expected None, a number or a tensor, got True of type bool"),
-    ({"log_decay": "alibi"}, TypeError, r"^log_decay: expected None, a number or a tensor, got 'alibi' of type str"),
     ({"log_decay": torch.zeros(4).bfloat16()}, TypeError, r"^log_decay: expected float32, got .*bfloat16.*\.float\(\)"),
-    ({"log_decay": torch.zeros(4).half()}, TypeError, r"^log_decay: expected float32, got torch.float16.*\.float\(\)"),
     ({"log_decay": torch.zeros(4).double()}, TypeError, r"^log_decay: expected .* \(or float64 with float64 q, k, v\)"),
-    ({"log_decay": torch.zeros(4).int()}, TypeError, r"^log_decay: expected float32 .*got torch.int32"),
     ({"log_decay": torch.zeros(4, **META)}, ValueError, r"^log_decay: expected the device of q, cpu, got meta"),
-    ({"log_decay": torch.zeros(2, 5, 4)}, ValueError, r"^log_decay: .*\(B, T_k, H\) = \(2, 6, 4\).*, got \(2, 5, 4\)"),
-    ({"log_decay": torch.zeros(2)}, ValueError, r"^log_decay: expected shape .*, got \(2,\)"),
-    ({"scale": INF}, ValueError, r"^scale: expected a finite number, got inf"),
     ({"scale": 1e39}, ValueError, r"^scale: expected a finite number, got 1e\+39 \(q: torch.float32\)"),
     ({"scale": -(10**400)}, ValueError, r"^scale: expected a finite number, got -1000"),
-    ({"scale": False}, TypeError, r"^scale: expected None, a number or a tensor, got False of type bool"),
     ({"scale": torch.ones(4).double()}, TypeError, r"^scale: expected float32, bfloat16 or .*got torch.float64"),
-    ({"scale": torch.ones(4).long()}, TypeError, r"^scale: expected float32, .*got torch.int64"),
     ({"scale": torch.ones(4, **META)}, ValueError, r"^scale: expected the device of q, cpu, got meta"),
     ({"scale": torch.ones(6, 4)}, ValueError, r"^scale: .* to \(B, T_q, H\) = \(2, 5, 4\), got shape \(6, 4\)"),
-    ({"scale": torch.ones(1, 2, 5, 4)}, ValueError, r"^scale: expected a tensor .*got shape \(1, 2, 5, 4\)"),
     ({"backend": "flash"}, ValueError, r"^backend: expected one of 'auto', 'reference'.*, got 'flash'"),
 ]
 # of both functions
 COMMON = [
     ({"window_size": 3}, TypeError, r"^window_size: expected None or a pair \(left, right\), got 3 of type int"),
     ({"window_size": (3,)}, TypeError, r"^window_size: expected None or a pair \(left, right\), got \(3,\) of type"),
-    ({"window_size": (3, 1.0)}, TypeError, r"^window_size: expected two ints, got \(3, 1.0\) of type tuple"),
     ({"window_size": (True, 1)}, TypeError, r"^window_size: expected two ints, got \(True, 1\)"),
     ({"window_size": (3, -2)}, ValueError, r"^window_size: expected numbers of tokens, or -1 .*got \(3, -2\)"),
     ({"sink": 0.5}, TypeError, r"^sink: expected None or a tensor, got 0.5 of type float"),
-    ({"sink": torch.zeros(4).int()}, TypeError, r"^sink: expected float32, bfloat16 or .*got torch.int32"),
     ({"sink": torch.zeros(4).to(torch.float8_e4m3fn)}, TypeError, r"^sink: expected float32, .*got torch.float8_e4m"),
-    ({"sink": torch.zeros(4).double()}, TypeError, r"^sink: expected float32, .*got torch.float64"),
-    ({"sink": torch.zeros(4, device="meta")}, ValueError, r"^sink: expected the device of q, cpu, got meta"),
     ({"sink": torch.zeros(2)}, ValueError, r"^sink: expected one logit per head, \(H,\) = \(4,\), got \(2,\)"),
 ]
 COMMON += [
@@ -109,10 +94,7 @@ LENGTHS = [
 BIASES = [
     ({"bias": 1.0}, TypeError, r"^bias: expected None or a tensor, got 1.0 of type float"),
     ({"bias": torch.zeros(5, 6).int()}, TypeError, r"^bias: expected bool, float32, .*got torch.int32"),
-    ({"bias": torch.zeros(5, 6).double()}, TypeError, r"^bias: expected bool, float32, .*got torch.float64"),
-    ({"bias": torch.zeros(5, 6, device="meta")}, ValueError, r"^bias: expected the device of q, cpu, got meta"),
     ({"bias": torch.zeros(2, 5, 6)}, ValueError, r"^bias: .*\(B, H, T_q, T_k\) = \(2, 4, 5, 6\), got .*\(2, 5, 6\)"),
-    ({"bias": torch.zeros(1, 1, 1, 5, 6)}, ValueError, r"^bias: expected .*got shape \(1, 1, 1, 5, 6\)"),
 ]
 # of packed sequences
 OFFSETS = [
@@ -141,9 +123,6 @@ BOUNDS = [
 PACKED_TENSORS = [
     ({"cu_seqlens_k": int32(0, 6)}, ValueError, r"^cu_seqlens_k: .* the shape of cu_seqlens_q, \(3,\), got \(2,\)"),
     ({"q": torch.zeros(1, 5, 4, 8)}, ValueError, r"^q: expected 3 dimensions \(tokens, .*got shape \(1, 5, 4, 8\)"),
-    ({"v": torch.zeros(5, 2, 7)}, ValueError, r"^v: expected the sequence length of k, 6, got 5"),
-    ({"k": torch.zeros(6, 3, 8), "v": torch.zeros(6, 3, 7)}, ValueError, r"^k: expected heads .*, got 3 for 4"),
-    ({"log_decay": torch.zeros(5, 4)}, ValueError, r"^log_decay: .*\(total_k, H\) = \(6, 4\) .*got \(5, 4\)"),
     ({"scale": torch.zeros(6, 4)}, ValueError, r"^scale: .*\(total_q, H\) = \(5, 4\), got shape \(6, 4\)"),
     ({"causal": 0}, TypeError, r"^causal: expected a bool, got 0 of type int"),
 ]

@@ -61,15 +61,11 @@ def test_log_decay_broadcasts_over_batch_and_heads(backend, shape, device):
     (decay_attention, (5, 4), r"; log_decay\[None\] would fit$"),
     (decay_attention, (2, 5), r"; log_decay\[\.\.\., None\] would fit$"),
     (decay_attention, (2, 4, 5), r"; log_decay.mT would fit$"),
-    (decay_attention, (2, 1, 4), r"got \(2, 1, 4\)$"),  # one token's, as a decoding step has it; a constant is (H,)
     (decay_attention, (1, 1, 1), r"got \(1, 1, 1\)$"),
-    (decay_attention, (3, 5, 4), r"got \(3, 5, 4\)$"),
     (decay_attention, (1, 2, 5, 4), r"; log_decay\.squeeze\(0\) would fit$"),
     (decay_attention, (5,), r"; q, k, v: expected \(B, T, H, D\); these look like \(B, H, T, D\).*$"),
     (decay_attention, (2,), r"got \(2,\)$"),
     (decay_attention_varlen, (40,), r"; log_decay\[\.\.\., None\] would fit"),
-    (decay_attention_varlen, (1, 40, 4), r"; log_decay\.squeeze\(0\) would fit"),
-    (decay_attention_varlen, (4, 40), r"; log_decay\.mT would fit"),
     (decay_attention_varlen, (1, 4), r"got \(1, 4\)$"),
 ])
 def test_errors_name_log_decays_that_would_fit(function, shape, hint):
@@ -121,7 +117,7 @@ def test_int64_lengths_equal_int32_lengths(names, asked):
     assert all(bounds.dtype == torch.int32 for _, bounds in asked)
 
 
-@pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8])
+@pytest.mark.parametrize("integer", [np.int64, np.uint8])
 def test_numpy_integers_reach_backends_as_ints(integer, asked):
     """Python's own reach the backends."""
     arguments = packed(make(rows=12), 0, 5, 12) | dict(window_size=(2, 0), causal=False)
@@ -142,15 +138,9 @@ def test_numpy_numbers_equal_floats(number):
 
 @pytest.mark.parametrize(("changes", "error", "message"), [
     ({"causal": np.True_}, TypeError, r"^causal: expected a bool, got np.True_ of type numpy.bool"),
-    ({"return_lse": 1}, TypeError, r"^return_lse: expected a bool, got 1 of type int"),
-    ({"scale": np.array(0.5)}, TypeError, r"^scale: expected None, a number or a tensor, got array\(0.5\) of type"),
     ({"log_decay": np.zeros(4)}, TypeError, r"^log_decay: expected None, a number or a tensor, got array.*numpy"),
     ({"window_size": (np.bool_(1), 0)}, TypeError, r"^window_size: expected two ints, got \(np.True_, 0\)"),
     ({"window_size": (torch.tensor(3), 0)}, TypeError, r"^window_size: expected two ints, got \(tensor\(3\), 0\)"),
-    ({"window_size": (np.int64(-2), 0)}, ValueError, r"^window_size: expected numbers of tokens, or -1"),
-    ({"sink": np.zeros(4)}, TypeError, r"^sink: expected None or a tensor, got array.* of type numpy.ndarray"),
-    ({"skip_tolerance": np.True_}, TypeError, r"^skip_tolerance: expected 'auto', None or a number .* numpy.bool"),
-    ({"backend": 3}, ValueError, r"^backend: expected one of 'auto', .*, got 3"),
 ])
 def test_errors_name_other_types_of_numpy(changes, error, message):
     for function, arguments in zip(FUNCTIONS, (make(), packed(make(), 0, 5)), strict=True):
@@ -183,10 +173,7 @@ def test_errors_recognise_heads_before_tokens(name):
 
 
 @pytest.mark.parametrize(("name", "hint"), [
-    ("softmax_scale", "use scale"), ("sm_scale", "use scale"), ("is_causal", "use causal"),
-    ("alibi_slopes", r"use log_decay, \(H,\), the negated slopes"), ("attn_mask", "use bias"), ("g", "use log_decay"),
-    ("log_fgate", "use log_decay"), ("window", "use window_size"), ("dropout_p", "there is no dropout"),
-    ("enable_gqa", "leave it out"), ("deterministic", r"torch\.use_deterministic_algorithms"),
+    ("softmax_scale", "use scale"), ("alibi_slopes", r"use log_decay, \(H,\), the negated slopes"),
     ("cu_seqlens", "decay_attention_varlen"), ("log_decays", r"did you mean log_decay\?"),
     ("xyz", r"it takes q, k, v, log_decay, .*scale, causal, "),
 ])
@@ -306,14 +293,14 @@ def check_export(module, make_inputs, dynamic_shapes, sizes) -> None:
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("options", [{}, dict(causal=False, window_size=(3, 2))])
-def test_export_has_dynamic_batch_and_lengths(options):
+def test_export_has_dynamic_batch_and_lengths():
     def inputs(batch, rows, keys):
         return (*make(batch=batch, rows=rows, keys=keys).values(), {}), {}
 
     of_keys = {0: BATCH, 1: KEYS}
     shapes = ({0: BATCH, 1: ROWS}, of_keys, of_keys, of_keys, {})
-    check_export(Call(**options), inputs, shapes, [(2, 5, 9), (4, 1, 4), (1, 1, 1), (1, 130, 130)])
+    call = Call(causal=False, window_size=(3, 2))
+    check_export(call, inputs, shapes, [(2, 5, 9), (4, 1, 4), (1, 1, 1), (1, 130, 130)])
 
 
 def test_export_takes_packed_sequences():
@@ -327,17 +314,13 @@ def test_export_takes_packed_sequences():
     check_export(call, inputs, shapes, [(2, 5), (3, 12), (2, 21)])
 
 
-@pytest.mark.parametrize(("options", "masked"), [
-    ({}, True), (dict(decay="constant", causal=False, sink=True, scale="learned"), False),
-])
-def test_export_takes_the_layer(options, masked):
+def test_export_takes_the_layer():
     def inputs(batch, rows):
         lengths = torch.randint(1, rows + 1, (batch, 1))
-        mask = dict(padding_mask=torch.arange(rows) < lengths) if masked else {}
-        return (torch.randn(batch, rows, 16),), mask
+        return (torch.randn(batch, rows, 16),), dict(padding_mask=torch.arange(rows) < lengths)
 
-    shapes = {name: {0: BATCH, 1: ROWS} for name in ("x", *["padding_mask"] * masked)}
-    layer = DecayFlashAttention(16, 4, num_kv_heads=2, **options)
+    layer = DecayFlashAttention(16, 4, num_kv_heads=2, sink=True, scale="learned")
+    shapes = {name: {0: BATCH, 1: ROWS} for name in ("x", "padding_mask")}
     check_export(layer, inputs, shapes, [(2, 5), (3, 9), (4, 4), (1, 1)])
 
 
@@ -362,6 +345,7 @@ def test_export_takes_the_operator(layout, device):
     check_export(call, inputs, shapes, [(5,), (130,)])
 
 
+@pytest.mark.slow
 def test_compile_takes_converted_arguments():
     """A log-decay that broadcasts, int64 offsets: one graph, for other numbers, too."""
     torch.compiler.reset()

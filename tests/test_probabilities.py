@@ -92,9 +92,7 @@ def test_decay_matrix_is_the_decay_alone(causal):
 
 @pytest.mark.parametrize(("rows", "error", "message"), [
     ([7], ValueError, "rows: expected numbers from -7 to 6"),
-    ([-8], ValueError, "rows: expected numbers"),
     ([1.5], TypeError, "rows: expected a sequence of ints"),
-    (3, TypeError, "rows: expected a sequence of ints"),
     (torch.zeros(2), TypeError, "rows: expected int32 or int64"),
     (torch.zeros(2, 1, dtype=torch.int64), ValueError, "rows: expected shape"),
 ])

@@ -103,17 +103,10 @@ def test_errors_name_parameters_and_prefixes():
         from_fox(theirs, ogate_act="silu")
     with pytest.raises(ValueError, match=r"f_proj.weight: expected in the state dict"):
         from_fla(theirs)
-    with pytest.raises(ValueError, match=r"prefix: expected that of one layer, for example '', got 'attn\.'"):
-        from_fla(theirs, prefix="attn.")
     with pytest.raises(ValueError, match=r"attn.q_proj.weight: expected in the state dict"):
         from_fla({}, prefix="attn.")
     with pytest.raises(ValueError, match=r"q_conv1d.weight: expected no such parameter"):
         from_fox(theirs | {"q_conv1d.weight": torch.zeros(3)})
-    for kv_heads in (1, 2):
-        normed = other_libraries.ForgettingAttention(WIDTH, HEADS, num_kv_heads=kv_heads, qk_norm=True)
-        with pytest.raises(ValueError, match=r"[qk]_norm.weight: expected one gain for all heads"):
-            from_fla(normed.state_dict())
-    for heads in (1, HEADS):
-        normed = other_libraries.ForgettingAttentionLayer(WIDTH, heads, fgate_type="none", qk_norm=True)
-        with pytest.raises(ValueError, match=r"k_norm.weight: cannot tell one head from one gain per head"):
-            from_fox(normed.state_dict())
+    normed = other_libraries.ForgettingAttention(WIDTH, HEADS, num_kv_heads=2, qk_norm=True)
+    with pytest.raises(ValueError, match=r"[qk]_norm.weight: expected one gain for all heads"):
+        from_fla(normed.state_dict())

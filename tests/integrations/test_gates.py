@@ -183,7 +183,6 @@ OTHER_KEYS = {
         hidden_size_per_layer_input=8, vocab_size_per_layer_input=64, altup_num_inputs=2,
         activation_sparsity_pattern=None,
     ),
-    "jetmoe": dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, kv_channels=16),
     "diffllama": {},
 }
 

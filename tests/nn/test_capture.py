@@ -133,10 +133,6 @@ def test_captured_step_refuses_other_inputs_and_caches(capture):
     for wrong in (x[:, :2], x[:, :1].double()):
         with pytest.raises(ValueError, match=r"inputs: expected \(shape, dtype, device\)"):
             step(wrong)
-    with pytest.raises(ValueError, match="inputs: expected"):
-        step()
-    with pytest.raises(TypeError, match="inputs: expected tensors, got 2 of type int"):
-        step(2)
     for t in range(9, 12):
         step(x[:, t : t + 1])
     with pytest.raises(ValueError, match="expected tokens that fit, got 1 more"):
@@ -177,14 +173,14 @@ def test_errors_name_arguments_of_captured_step():
     with torch.no_grad():
         cache = layer.make_cache(1, 5)
         layer(x, cache=cache)
-    with pytest.raises(TypeError, match="function: expected a callable, got 3 of type int"):
-        CapturedStep(3, [cache])
-    with pytest.raises(TypeError, match="caches: expected DecayCaches, got 'a' of type str"):
-        CapturedStep(layer, ["a"])
-    with pytest.raises(ValueError, match="caches: expected at least one, got none"):
-        CapturedStep(layer, [])
-    with pytest.raises(TypeError, match="inputs: expected tensors, got 1 of type int"):
-        CapturedStep(layer, [cache], 1)
+    for arguments, message in (
+        ((3, [cache]), "function: expected a callable, got 3 of type int"),
+        ((layer, ["a"]), "caches: expected DecayCaches, got 'a' of type str"),
+        ((layer, []), "caches: expected at least one, got none"),
+        ((layer, [cache], 1), "inputs: expected tensors, got 1 of type int"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            CapturedStep(*arguments)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU, which has graphs")
