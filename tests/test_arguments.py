@@ -67,6 +67,8 @@ COMMON = [
     ({"window_size": 3}, TypeError, r"^window_size: expected None or a pair \(left, right\), got 3 of type int"),
     ({"window_size": (3,)}, TypeError, r"^window_size: expected None or a pair \(left, right\), got \(3,\) of type"),
     ({"window_size": (True, 1)}, TypeError, r"^window_size: expected two ints, got \(True, 1\)"),
+    ({"window_size": (np.bool_(1), 0)}, TypeError, r"^window_size: expected two ints, got \(np.True_, 0\)"),
+    ({"log_decay": np.zeros(4)}, TypeError, r"^log_decay: expected None, a number or a tensor, got array.*numpy"),
     ({"window_size": (3, -2)}, ValueError, r"^window_size: expected numbers of tokens, or -1 .*got \(3, -2\)"),
     ({"sink": 0.5}, TypeError, r"^sink: expected None or a tensor, got 0.5 of type float"),
     ({"sink": torch.zeros(4).to(torch.float8_e4m3fn)}, TypeError, r"^sink: expected float32, .*got torch.float8_e4m"),

@@ -129,25 +129,6 @@ def test_numpy_integers_reach_backends_as_ints(integer, asked):
     assert {type(x) for x in (*found.window, found.longest_query, found.longest_key)} == {int}
 
 
-@pytest.mark.parametrize("number", [np.float32(-0.5), np.float64(-0.5), np.int64(-2)])
-def test_numpy_numbers_equal_floats(number):
-    arguments = make()
-    found = decay_attention(**arguments | dict(log_decay=number, scale=number))
-    assert torch.equal(found, decay_attention(**arguments | dict(log_decay=float(number), scale=float(number))))
-
-
-@pytest.mark.parametrize(("changes", "error", "message"), [
-    ({"causal": np.True_}, TypeError, r"^causal: expected a bool, got np.True_ of type numpy.bool"),
-    ({"log_decay": np.zeros(4)}, TypeError, r"^log_decay: expected None, a number or a tensor, got array.*numpy"),
-    ({"window_size": (np.bool_(1), 0)}, TypeError, r"^window_size: expected two ints, got \(np.True_, 0\)"),
-    ({"window_size": (torch.tensor(3), 0)}, TypeError, r"^window_size: expected two ints, got \(tensor\(3\), 0\)"),
-])
-def test_errors_name_other_types_of_numpy(changes, error, message):
-    for function, arguments in zip(FUNCTIONS, (make(), packed(make(), 0, 5)), strict=True):
-        with pytest.raises(error, match=message):
-            function(**arguments | changes)
-
-
 # Heads before tokens
 
 

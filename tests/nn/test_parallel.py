@@ -248,20 +248,12 @@ def test_16_bit_layer_takes_a_float32_position_module(ranks, decay):
         assert set(names) == {"", "in_proj", "out_proj", "position"} | apart
 
 
-def sharing(device: str, how: str) -> nn.Sequential:
-    model = model_of("scalar", device, **EVERYTHING)
-    if how == "decay":
-        model[1].attention.decay = model[0].attention.decay
-    else:
-        model[0].attention.position = model[1].attention.position = Scaled().to(device, torch.float64)
-    return model
-
-
-def shared_refused(device: str, how: str) -> list[str]:
+def shared_refused(device: str) -> list[str]:
     said = []
     mesh = init_device_mesh(device, (2,))
     for at_once in (True, False):
-        model = sharing(device, how)
+        model = model_of("scalar", device, **EVERYTHING)
+        model[1].attention.decay = model[0].attention.decay
         if not at_once:
             fully_shard_attention(model[0], mesh=mesh)
         with pytest.raises(ValueError, match="expected a module of this layer alone") as error:
@@ -270,18 +262,19 @@ def shared_refused(device: str, how: str) -> list[str]:
     return said
 
 
-def shared_gradients(device: str, how: str) -> dict[str, float]:
-    expected, model = sharing(device, how), sharing(device, how)
-    fully_shard(getattr(model[0].attention, how), mesh=init_device_mesh(device, (2,)))
+def shared_gradients(device: str) -> dict[str, float]:
+    expected, model = (model_of("scalar", device, **EVERYTHING) for _ in range(2))
+    for one in (expected, model):
+        one[0].attention.position = one[1].attention.position = Scaled().to(device, torch.float64)
+    fully_shard(model[0].attention.position, mesh=init_device_mesh(device, (2,)))
     shard(model, device)
     two_steps(expected, model, device)
     return worst(gradients(model), gradients(expected))
 
 
-@pytest.mark.parametrize("how", ["decay", "position"])
-def test_fsdp_shards_shared_modules_alone_or_raises(ranks, how):
-    assert ranks(shared_refused, ranks.device, how)[0] == [f"1.attention.{how}", f"attention.{how}"]
-    for errors in ranks(shared_gradients, ranks.device, how):
+def test_fsdp_shards_shared_modules_alone_or_raises(ranks):
+    assert ranks(shared_refused, ranks.device)[0] == ["1.attention.decay", "attention.decay"]
+    for errors in ranks(shared_gradients, ranks.device):
         assert max(errors.values()) < 1e-11, errors
 
 
@@ -314,11 +307,11 @@ def test_sharded_layer_makes_caches_and_score_bounds(ranks, decay, dtypes, expec
         assert found == {"alike": True, "evicted": (B, HEADS), "dtype": expected}
 
 
-def sharded_calls(device: str, given: str, policy: MixedPrecisionPolicy | None) -> dict[str, float]:
-    """Errors of a call with a memory or with a decay of its own, and of its gradients."""
+def sharded_calls(device: str, given: str) -> dict[str, float]:
+    """Errors of the gradients of a call with a memory or with a decay of its own."""
     single, model = (model[0].attention for model in twins("scalar", device, torch.float32))
-    options = {} if policy is None else {"mp_policy": policy}
-    fully_shard_attention(parent := nn.Sequential(model), mesh=init_device_mesh(device, (2,)), **options)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard_attention(parent := nn.Sequential(model), mesh=init_device_mesh(device, (2,)), mp_policy=policy)
     fully_shard(parent, mesh=init_device_mesh(device, (2,)))
     x, memory = batch(device, torch.float32)
     given = {"memory": memory} if given == "memory" else {"log_decay": -memory[..., :HEADS].abs()}
@@ -331,11 +324,9 @@ def sharded_calls(device: str, given: str, policy: MixedPrecisionPolicy | None) 
 
 
 @pytest.mark.parametrize("given", ["memory", "log_decay"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_sharded_layer_takes_a_memory_and_a_decay(ranks, given, dtype):
-    policy = None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for errors in ranks(sharded_calls, ranks.device, given, policy):
-        assert max(errors.values()) < (1e-4 if dtype is None else 0.1), errors
+def test_sharded_layer_takes_a_memory_and_a_decay(ranks, given):
+    for errors in ranks(sharded_calls, ranks.device, given):
+        assert max(errors.values()) < 0.1, errors
 
 
 def gradients_of_fsdp1(device: str, decay: str, dtype: torch.dtype, mixed: torch.dtype | None) -> dict[str, float]:
