@@ -284,6 +284,7 @@ def test_export_has_dynamic_batch_and_lengths():
     check_export(call, inputs, shapes, [(2, 5, 9), (4, 1, 4), (1, 1, 1), (1, 130, 130)])
 
 
+@pytest.mark.slow
 def test_export_takes_packed_sequences():
     def inputs(sequences, rows):
         cu = torch.linspace(0, rows, sequences + 1).long()

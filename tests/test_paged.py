@@ -92,8 +92,9 @@ def parts(inputs):
         begin += tokens
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("page", "decay", "windowed"), pairwise([1, 7, 16, 64], DECAYS, [False, True]))
+@pytest.mark.parametrize(
+    ("backend", "page", "decay", "windowed"), pairwise(BACKENDS, [1, 7, 16, 64], DECAYS, [False, True])
+)
 def test_pages_equal_a_contiguous_cache_bit_by_bit(backend, page, decay, windowed):
     inputs = make(decay)
     options = {"window_size": (9, 0), "scale": 0.3} if windowed else {}

@@ -21,15 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float, visible: Tensor, scale: float | None) -> Tensor:
-    """softmax(scale · q kᵀ + bias) v over the visible pairs; q, k, v (B, T, heads, ·), the rest (B, H, i, j)."""
-    return attend_with_lse(q, k, v, bias, visible, scale)[0]
-
-
-def attend_with_lse(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float, visible: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """attend, and the log-sum-exp of the scores of every row that sees a key, (B, H, i)."""
+    """softmax(scale · q kᵀ + bias) v over the visible pairs, and the log-sum-exp (B, H, i) of rows that see a key.
+
+    q, k, v (B, T, heads, ·), the rest (B, H, i, j).
+    """
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -77,7 +75,7 @@ def flash_attn_func(
     if alibi_slopes is not None:
         of_keys = causal and left < 0  # the same weights, and another log-sum-exp
         bias = alibi_slopes[..., None, None] * (torch.arange(k.shape[1]) if of_keys else -distance.abs())
-    out, softmax_lse = attend_with_lse(q, k, v, bias, visible, softmax_scale)
+    out, softmax_lse = attend(q, k, v, bias, visible, softmax_scale)
     return (out, softmax_lse, None) if return_attn_probs else out
 
 
@@ -114,7 +112,7 @@ def parallel_attn(
         k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
         sink = sink_bias[:, None, None].expand(len(bias), -1, q.shape[1], 1)
         bias, visible = torch.cat([bias, sink], -1), F.pad(visible, (0, 1), value=True)
-    return attend(q, k, v, bias, visible, scale)
+    return attend(q, k, v, bias, visible, scale)[0]
 
 
 def parallel_forgetting_attn(q, k, v, g, scale=None, window_size=None, cu_seqlens=None):
@@ -175,7 +173,7 @@ def forgetting_attention(
         visible = visible & (torch.arange(k.shape[1]) >= seq_start[:, None, None, None])
     if adaptive_threshold is not None:
         visible = visible & ~pruned(q, k, bias, sm_scale, adaptive_threshold)
-    out = attend(q, k, v, bias, visible, sm_scale)
+    out, _ = attend(q, k, v, bias, visible, sm_scale)
     return out.transpose(1, 2) if head_first else out
 
 
@@ -282,7 +280,7 @@ def flex_attention(query, key, value, score_mod, block_mask, scale=None, enable_
     bias = score_mod(torch.zeros(1), *index)  # as far as it only adds
     visible = block_mask.expand(1, 1, query.shape[2], key.shape[2])
     heads_last = (x.transpose(1, 2) for x in (query, key, value))
-    return attend(*heads_last, bias, visible, scale).transpose(1, 2)
+    return attend(*heads_last, bias, visible, scale)[0].transpose(1, 2)
 
 
 def pairs(*sizes: int) -> list[Tensor]:

@@ -93,7 +93,6 @@ BAD_VALUES = {
     "documents": ("resets", [[0, 0, 0, 1, 1, 2, 2, 2]], RESET_VALUES),
     "minus one": ("resets", [[-1, 0, 0, 0, 0, 0, 0, 0]], RESET_VALUES),
     "gap": ("padding_mask", [[True, True, False, True, True, True, True, True]], NOT_A_STRETCH),
-    "gaps": ("padding_mask", [[0, 1, 0, 1, 0, 1, 1, 0]], NOT_A_STRETCH),
     "numbered": ("padding_mask", [[1, 1, 1, 2, 2, 2, 0, 0]], NOT_A_STRETCH),  # documents of a packed data set
 }
 

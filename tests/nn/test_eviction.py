@@ -257,6 +257,8 @@ def test_score_bound_bounds_the_scores(scale, dtype, monkeypatch):
     ((0.1, None), TypeError, "score_bound: expected a number or a tensor"),
     ((0.1, torch.zeros(3)), ValueError, r"score_bound: expected a number or \(H,\) = \(2,\), got \(3,\)"),
     ((0.1, 10**400), ValueError, "score_bound: expected a finite number of at least 0, got 1000"),
+    ((0.1, math.nan), ValueError, "score_bound: expected a finite number of at least 0, got nan"),
+    ((0.1, -1.0), ValueError, "score_bound: expected a finite number of at least 0, got -1"),
     ((0.1, 1.0, -0.5), ValueError, "log_decay: expected None, because the cache holds a decay per token"),
 ])
 def test_errors_name_arguments_of_evict(arguments, error, message):
@@ -268,24 +270,15 @@ def test_errors_name_arguments_of_evict(arguments, error, message):
     assert cache.longest == 5
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="an assertion of a GPU fails, and nothing runs after it")
 @pytest.mark.parametrize(("name", "number"), [
-    ("score_bound", math.nan), ("score_bound", math.inf), ("score_bound", -1.0),
-    ("log_decay", math.nan), ("log_decay", math.inf), ("log_decay", -math.inf),
+    ("score_bound", math.nan), ("score_bound", -1.0), ("log_decay", math.inf),
 ])
-def test_evict_refuses_bad_numbers_but_not_resets(name, number):
-    k = torch.zeros(1, 5, 2, 4, device=DEVICE)
-    cache = DecayCache(1, 9, num_heads=2, head_dim=4, device=DEVICE)
+def test_evict_refuses_bad_numbers_in_tensors(name, number):
+    k = torch.zeros(1, 5, 2, 4)
+    cache = DecayCache(1, 9, num_heads=2, head_dim=4)
     cache.append(k, k)
-    good = {"score_bound": 1.0, "log_decay": -9.0}
-    with pytest.raises(ValueError, match=f"{name}: expected a finite number"):
-        cache.evict(0.1, **good | {name: number})
-    tensor = torch.tensor([1.0 if number != -math.inf else number, number], device=DEVICE)
-    if number == -math.inf:
-        assert (cache.evict(0.1, 1.0, tensor) < 1e-300).all()
-        assert cache.longest == 1
-        return
-    if DEVICE == "cpu":  # elsewhere an assertion of the device fails, and nothing runs after it
-        with pytest.raises(ValueError, match=f"{name}: expected finite numbers"):
-            cache.evict(0.1, **good | {name: tensor})
+    with pytest.raises(ValueError, match=f"{name}: expected finite numbers"):
+        cache.evict(0.1, **{"score_bound": 1.0, "log_decay": -9.0} | {name: torch.tensor([1.0, number])})
     assert (cache.longest, cache.dropped.item()) == (5, 0)
     assert cache._log_evicted.isneginf().all()
