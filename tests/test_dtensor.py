@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from distributed_pool import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -41,8 +42,16 @@ def placements_of(name: str, value: torch.Tensor, split: str) -> list:
     return [Shard(axis)]
 
 
-def compare(device: str, split: str, decay: str, lse: bool) -> dict[str, float]:
-    """Errors of results and gradients against one process, and of gradients that are not whole."""
+def assert_close(pairs: list[tuple[torch.Tensor, torch.Tensor]], bound: float = 1e-12) -> None:
+    """DTensors against tensors of one process."""
+    for ours, theirs in pairs:
+        assert not any(placement.is_partial() for placement in ours.placements)
+        assert (ours.full_tensor() - theirs).detach().abs().max() < bound
+
+
+@on_ranks
+@pytest.mark.parametrize(("split", "decay"), [*itertools.product(SPLITS, DECAYS)])
+def test_results_and_gradients_equal_one_process(device, split, decay):
     mesh = init_device_mesh(device, (2,))
     plain = {
         name: x.to(device).requires_grad_() if isinstance(x, torch.Tensor) else x for name, x in tensors(decay).items()
@@ -52,35 +61,22 @@ def compare(device: str, split: str, decay: str, lse: bool) -> dict[str, float]:
         if isinstance(x, torch.Tensor) else x
         for name, x in plain.items()
     }
-    errors = {}
     weights = [torch.randn(*shape, dtype=torch.float64).to(device) for shape in ((B, T, H, D), (B, H, T))]
     sharded = [(Shard(SPLITS[split]),), (Shard(0 if split == "batch" else 1),)]
     results = []
     for inputs in (plain, given):
-        found = decay_attention(**inputs, return_lse=lse, backend="reference")
-        found = found if lse else (found,)
-        results.append([x.full_tensor() if isinstance(x, DTensor) else x for x in found])
-        if inputs is given:
-            assert [x.placements for x in found] == sharded[: len(found)]
-        sum((x * w).sum() for x, w in zip(results[-1], weights, strict=False)).backward()
-    for name, ours, theirs in zip(("out", "lse"), results[1], results[0], strict=False):
-        errors[name] = float((ours - theirs).detach().abs().max())
-    for name, x in plain.items():
-        if isinstance(x, torch.Tensor):
-            gradient = given[name].grad
-            assert not any(placement.is_partial() for placement in gradient.placements), name
-            errors[f"d{name}"] = float((gradient.full_tensor() - x.grad).abs().max())
-    return errors
+        found = decay_attention(**inputs, return_lse=decay != "none", backend="reference")
+        results.append(found if isinstance(found, tuple) else (found,))
+        whole = [x.full_tensor() if inputs is given else x for x in results[-1]]
+        sum((x * w).sum() for x, w in zip(whole, weights, strict=False)).backward()
+    assert [x.placements for x in results[1]] == sharded[: len(results[1])]
+    leaves = [name for name, x in plain.items() if isinstance(x, torch.Tensor)]
+    gradients = [(given[name].grad, plain[name].grad) for name in leaves]
+    assert_close([*zip(*reversed(results), strict=True), *gradients])
 
 
-@pytest.mark.parametrize(("split", "decay"), [*itertools.product(SPLITS, DECAYS)])
-def test_results_and_gradients_equal_one_process(ranks, split, decay):
-    for errors in ranks(compare, ranks.device, split, decay, decay != "none"):
-        assert len(errors) >= 6
-        assert max(errors.values()) < 1e-12, errors
-
-
-def packed(device: str) -> float:
+@on_ranks
+def test_packed_sequences_are_divided_by_heads(device):
     mesh = init_device_mesh(device, (2,))
     q, k, v = (torch.randn(T, heads, D, device=device, requires_grad=True) for heads in (H, H_KV, H_KV))
     offsets = torch.tensor([0, 7, T], device=device)
@@ -91,18 +87,18 @@ def packed(device: str) -> float:
     offsets = distribute_tensor(offsets, mesh, [Replicate()])
     out = decay_attention_varlen(dq, dk, dv, -0.1, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **options)
     out.full_tensor().sum().backward()
-    pairs = [(out, expected), (dq.grad, q.grad), (dk.grad, k.grad), (dv.grad, v.grad)]
-    return max(float((a.full_tensor() - b).detach().abs().max()) for a, b in pairs)
+    assert_close([(out, expected), (dq.grad, q.grad), (dk.grad, k.grad), (dv.grad, v.grad)], 1e-5)
 
 
-def test_packed_sequences_are_divided_by_heads(ranks):
-    assert max(ranks(packed, ranks.device)) < 1e-5
-
-
-def on_one_rank(device: str, ranks: tuple[int, int], sizes: tuple[int, int, int]) -> float:
-    """Worst error of out and gradients with an axis of size 1 of q, k or v sharded by a mesh axis of 1."""
+@on_ranks
+@pytest.mark.parametrize(("shape", "sizes"), [
+    pytest.param((1, 2), (1, 4, 2), id="a batch of 1 beside heads on two ranks"),
+    pytest.param((1, 2), (2, 4, 2), id="a batch that a decay is broadcast to"),
+    pytest.param((2, 1), (2, 1, 1), id="one head beside a batch on two ranks"),
+])
+def test_axis_of_1_may_be_sharded_over_one_rank(device, shape, sizes):
     batch, heads, kv_heads = sizes
-    mesh = init_device_mesh(device, ranks)
+    mesh = init_device_mesh(device, shape)
     generate = lambda *shape: torch.randn(*shape, dtype=torch.float64, device=device)  # noqa: E731
     shapes = {
         "q": (batch, T, heads, D), "k": (batch, T, kv_heads, D), "v": (batch, T, kv_heads, D),
@@ -120,20 +116,11 @@ def on_one_rank(device: str, ranks: tuple[int, int], sizes: tuple[int, int, int]
     weight = generate(*expected.shape)
     (expected * weight).sum().backward()
     (out.full_tensor() * weight).sum().backward()
-    pairs = [(out, expected), *((given[name].grad, x.grad) for name, x in plain.items())]
-    return max(float((ours.full_tensor() - theirs).detach().abs().max()) for ours, theirs in pairs)
+    assert_close([(out, expected), *((given[name].grad, x.grad) for name, x in plain.items())])
 
 
-@pytest.mark.parametrize(("mesh", "sizes"), [
-    pytest.param((1, 2), (1, 4, 2), id="a batch of 1 beside heads on two ranks"),
-    pytest.param((1, 2), (2, 4, 2), id="a batch that a decay is broadcast to"),
-    pytest.param((2, 1), (2, 1, 1), id="one head beside a batch on two ranks"),
-])
-def test_axis_of_1_may_be_sharded_over_one_rank(ranks, mesh, sizes):
-    assert max(ranks(on_one_rank, ranks.device, mesh, sizes)) < 1e-12
-
-
-def under_autocast(device: str) -> float:
+@on_ranks
+def test_autocast_casts_before_dtypes_are_compared(device):
     mesh = init_device_mesh(device, (2,))
     q, k, v = (torch.randn(B, T, heads, D, device=device) for heads in (H, H_KV, H_KV))
     k = k.bfloat16()
@@ -142,14 +129,11 @@ def under_autocast(device: str) -> float:
         sharded = (distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v))
         out = decay_attention(*sharded, -0.1, backend="reference")
     assert out.dtype == torch.bfloat16
-    return float((out.full_tensor() - expected).abs().max())
+    assert_close([(out, expected)], 1e-2)
 
 
-def test_autocast_casts_before_dtypes_are_compared(ranks):
-    assert max(ranks(under_autocast, ranks.device)) < 1e-2
-
-
-def refusals(device: str) -> dict[str, str]:
+@on_ranks
+def test_errors_name_placements_that_ranks_cannot_take(device):
     mesh = init_device_mesh(device, (2,))
     names = ("q", "k", "v", "log_decay", "sink")
     whole = {name: x.to(device) for name, x in tensors("scalar").items() if name in names}
@@ -172,7 +156,20 @@ def refusals(device: str) -> dict[str, str]:
         "plain q": {**heads, "q": whole["q"]},
         "mesh": {**heads, "v": distribute_tensor(whole["v"], other_mesh, [Shard(2), Replicate()])},
     }
-    return said_of(cases)
+    said = said_of(cases)
+    expected = {
+        "sequence": "ValueError: q: expected shards of the batch or the heads, got shards of the sequence (S(1))",
+        "channels": "ValueError: q: expected a DTensor replicated or sharded by batch or heads, got S(3)",
+        "partial": "ValueError: q: expected a DTensor replicated or sharded by batch or heads, got P(sum)",
+        "key heads": "ValueError: k: expected a number of heads (H_kv) that is a multiple of its 2 ranks, got 1",
+        "batch": "ValueError: q: expected a batch size that is a multiple of its 2 ranks, got 1",
+        "key sequence": "ValueError: k: expected S(2) or Replicate(), to match q, got S(1)",
+        "plain sink": "TypeError: sink: expected a DTensor like the other arguments, got a Tensor",
+        "plain q": "TypeError: q: expected a DTensor like the other arguments, got a Tensor",
+        "mesh": "ValueError: v: expected a DTensor on the mesh",
+    }
+    for name, message in expected.items():
+        assert said[name].startswith(message), (name, said[name])
 
 
 def said_of(cases: dict[str, dict]) -> dict[str, str]:
@@ -188,26 +185,9 @@ def said_of(cases: dict[str, dict]) -> dict[str, str]:
     return said
 
 
-def test_errors_name_placements_that_ranks_cannot_take(ranks):
-    for said in ranks(refusals, ranks.device):
-        expected = {
-            "sequence": "ValueError: q: expected shards of the batch or the heads, got shards of the sequence (S(1))",
-            "channels": "ValueError: q: expected a DTensor replicated or sharded by batch or heads, got S(3)",
-            "partial": "ValueError: q: expected a DTensor replicated or sharded by batch or heads, got P(sum)",
-            "key heads": "ValueError: k: expected a number of heads (H_kv) that is a multiple of its 2 ranks, got 1",
-            "batch": "ValueError: q: expected a batch size that is a multiple of its 2 ranks, got 1",
-            "key sequence": "ValueError: k: expected S(2) or Replicate(), to match q, got S(1)",
-            "plain sink": "TypeError: sink: expected a DTensor like the other arguments, got a Tensor",
-            "plain q": "TypeError: q: expected a DTensor like the other arguments, got a Tensor",
-            "mesh": "ValueError: v: expected a DTensor on the mesh",
-        }
-        assert said.keys() == expected.keys()
-        for name, message in expected.items():
-            assert said[name].startswith(message), (name, said[name])
-
-
-def shapes_that_fit_in_parts(device: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Errors of arguments that one process refuses but with parts that would fit: there, and of DTensors."""
+@on_ranks
+def test_shapes_raise_as_in_one_process(device):
+    """With the shapes of the whole tensors, though parts of them would fit one another, or broadcast."""
     mesh, batch = init_device_mesh(device, (2,)), 4
     zeros = lambda *shape: torch.zeros(*shape, dtype=torch.float64, device=device)  # noqa: E731
     qkv = {name: zeros(batch, T, heads, D) for name, heads in (("q", H), ("k", H_KV), ("v", H_KV))}
@@ -230,12 +210,7 @@ def shapes_that_fit_in_parts(device: str) -> tuple[dict[str, str], dict[str, str
             if isinstance(x, torch.Tensor) else x
             for of, x in whole[name].items()
         }
-    return said_of(whole), said_of(sharded)
-
-
-def test_shapes_raise_as_in_one_process(ranks):
-    """With the shapes of the whole tensors, though parts of them would fit one another, or broadcast."""
-    for whole, sharded in ranks(shapes_that_fit_in_parts, ranks.device):
-        assert sharded == whole
-        for case, message in whole.items():
-            assert message.startswith(f"ValueError: {case.split()[0]}: expected"), message
+    expected = said_of(whole)
+    assert said_of(sharded) == expected
+    for case, message in expected.items():
+        assert message.startswith(f"ValueError: {case.split()[0]}: expected"), message

@@ -48,26 +48,6 @@ def test_before_and_after_compute_the_same(monkeypatch, float64):
                 torch.testing.assert_close(got, want, msg=lambda text: f"{name}: {text}\n{example}")  # noqa: B023
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_formula_of_flex_attention_equals_pytorch(float64):
-    flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 50, 16, generator=generator) for heads in (4, 2, 2))
-    gates = torch.randn(2, 50, 4, generator=generator)
-
-    def decayed(score, b, h, i, j):
-        return score + gates[b, i, h] - gates[b, j, h]
-
-    def visible(b, h, i, j):
-        return (i >= j) & (i - j < 9)
-
-    results = []
-    for library in (flex, other_libraries):
-        mask = library.create_block_mask(visible, None, None, 50, 50, device="cpu")
-        results.append(library.flex_attention(q, k, v, decayed, mask, enable_gqa=True))
-    torch.testing.assert_close(*results)
-
-
 def test_errors_translate_names_of_the_table():
     table = re.findall(r"^\| (`.*?) \|", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
     names = set(re.findall(r"`(\w+)", " ".join(table))) - {"scale", "window_size"}

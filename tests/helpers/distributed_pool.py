@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import os
 import queue
 import tempfile
@@ -127,6 +128,22 @@ def two_ranks(device):
             raise
         pytest.skip("gloo finds no network interface here, not even 127.0.0.1")
     return pool
+
+
+def on_ranks(test):
+    """Run a test in every process of the fixture `ranks`. Its first argument is their device."""
+    @functools.wraps(test)
+    def run(ranks, **given):
+        ranks(_unwrapped, run, ranks.device, given)
+
+    _, *parameters = inspect.signature(test).parameters.values()
+    ranks = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    run.__signature__ = inspect.Signature([ranks, *parameters])
+    return run
+
+
+def _unwrapped(test, device, given):
+    test.__wrapped__(device, **given)
 
 
 def _meet(device):

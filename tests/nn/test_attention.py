@@ -67,6 +67,16 @@ def test_layer_takes_sequences_of_0_and_1_tokens(length):
 # The framework around it
 
 
+def test_autocast_leaves_inputs_of_the_gate_in_float32():
+    layer, x = build(dtype=torch.float32), tokens(dtype=torch.float32)
+    seen = []
+    layer.decay.register_forward_hook(lambda module, arguments, log_decay: seen.append(log_decay))
+    layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(x)
+    assert torch.equal(seen[0], seen[1])
+
+
 @pytest.mark.parametrize("decay", DECAYS)
 def test_state_dict_and_deepcopy_keep_outputs(decay):
     layer = build(decay=DECAYS[decay](), **EVERYTHING)

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from distributed_pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -112,8 +113,14 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Largest difference, over the largest expected value."""
     assert found.keys() == expected.keys()
-    return {name: float((found[name] - x).abs().max() / x.abs().max()) for name, x in expected.items()}
+    return {name: float((found[name] - x).detach().abs().max() / x.abs().max()) for name, x in expected.items()}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float = 1e-11) -> None:
+    errors = worst(found, expected)
+    assert max(errors.values()) < bound, errors
 
 
 def batch(device: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -148,7 +155,11 @@ def twins(decay: str, device: str, dtype: torch.dtype = torch.float64) -> tuple[
     return model_of(decay, device, dtype, **EVERYTHING), model_of(decay, device, dtype, **EVERYTHING)
 
 
-def parallel_gradients(device: str, kind: str, decay: str) -> dict[str, float]:
+@on_ranks
+@pytest.mark.parametrize(("kind", "decay"), [
+    *(("ddp", decay) for decay in DECAYS), *itertools.product(["fsdp", "fsdp, checkpointed"], ["scalar", "learned"]),
+])
+def test_parallel_gradients_equal_one_process(device, kind, decay):
     """DDP's second step raises where the first has left a parameter without its gradient."""
     expected, model = twins(decay, device)
     if kind == "ddp":
@@ -159,19 +170,14 @@ def parallel_gradients(device: str, kind: str, decay: str) -> dict[str, float]:
     for block in model:
         block.checkpointed = kind == "fsdp, checkpointed"
     two_steps(expected, called, device)
-    return worst(gradients(model), gradients(expected))
+    assert_close(gradients(model), gradients(expected))
 
 
-@pytest.mark.parametrize(("kind", "decay"), [
-    *(("ddp", decay) for decay in DECAYS), *itertools.product(["fsdp", "fsdp, checkpointed"], ["scalar", "learned"]),
-])
-def test_parallel_gradients_equal_one_process(ranks, kind, decay):
-    for errors in ranks(parallel_gradients, ranks.device, kind, decay):
-        assert max(errors.values()) < 1e-11, errors
-
-
-def mixed_precision(device: str, decay: str, dtype: torch.dtype) -> dict[str, object]:
-    """Arguments of the attention, and those of the same model in one process."""
+@on_ranks
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("decay", ["scalar", "learned", "frozen"])
+def test_bfloat16_policy_keeps_values_per_head_in_float32(device, decay, dtype):
+    """Arguments of the attention are those of the same model in one process."""
     model, single = twins(decay, device, dtype)
     shard(model, device, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     x, target = batch(device, dtype)
@@ -188,29 +194,15 @@ def mixed_precision(device: str, decay: str, dtype: torch.dtype) -> dict[str, ob
             single(x)
     q, *_, sharded_decay, scale, sink = calls[0]
     *_, single_decay, single_scale, single_sink = calls[2]
-    return {
-        "names": [name for name, _ in model.named_parameters()],
-        "groups": groups(model[0]),
-        "q": q.dtype,
-        "decay": float((sharded_decay - single_decay).abs().max() / single_decay.abs().max()),
-        "decay dtype": sharded_decay.dtype,
-        "exact": torch.equal(scale, single_scale) and torch.equal(sink, single_sink),
-        "gradients": {p.grad.dtype for p in model.parameters()} - {dtype},
-    }
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("decay", ["scalar", "learned", "frozen"])
-def test_bfloat16_policy_keeps_values_per_head_in_float32(ranks, decay, dtype):
-    names = [name for name, _ in model_of(decay, "cpu", **EVERYTHING).named_parameters()]
-    for seen in ranks(mixed_precision, ranks.device, decay, dtype):
-        # a gate sees x, which the policy rounds; a rate does not, and bfloat16 would change it by 1e-3
-        assert seen.pop("decay") < (2e-2 if decay == "scalar" else 1e-7)
-        decays = {torch.float32} - {dtype} if decay != "frozen" else set()
-        assert seen.pop("gradients") <= decays
-        parts = ["attention.in_proj", "attention.out_proj"]
-        assert set(seen.pop("groups")) - {"attention.decay"} == {"", "attention", *parts}
-        assert seen == {"names": names, "q": torch.bfloat16, "decay dtype": torch.float32, "exact": True}
+    assert (q.dtype, sharded_decay.dtype) == (torch.bfloat16, torch.float32)
+    # a gate sees x, which the policy rounds; a rate does not, and bfloat16 would change it by 1e-3
+    assert_close({"decay": sharded_decay}, {"decay": single_decay}, 2e-2 if decay == "scalar" else 1e-7)
+    assert torch.equal(scale, single_scale)
+    assert torch.equal(sink, single_sink)
+    assert {p.grad.dtype for p in model.parameters()} <= {dtype} | ({torch.float32} if decay != "frozen" else set())
+    parts = {"attention.in_proj", "attention.out_proj"}
+    assert set(groups(model[0])) - {"attention.decay"} == {"", "attention"} | parts
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in single.named_parameters()]
 
 
 class Scaled(nn.Module):
@@ -224,91 +216,75 @@ class Scaled(nn.Module):
         return (q * self.factor).to(q.dtype), (k * self.factor).to(k.dtype)
 
 
-def with_position(device: str, decay: str) -> tuple[float, set[torch.dtype], list[str]]:
+@on_ranks
+@pytest.mark.parametrize("decay", ["scalar", "frozen"])
+def test_16_bit_layer_takes_a_float32_position_module(device, decay):
     torch.manual_seed(1)
-    decay = DECAYS[decay]()
-    layer = DecayFlashAttention(WIDTH, HEADS, decay=decay, position=Scaled(), qk_norm=True, dtype=torch.bfloat16)
-    layer.to(device)
+    layer = DecayFlashAttention(
+        WIDTH, HEADS, decay=DECAYS[decay](), position=Scaled(), qk_norm=True, dtype=torch.bfloat16
+    ).to(device)
     single = copy.deepcopy(layer)
     fully_shard_attention(layer, mesh=init_device_mesh(device, (2,)))
     x, _ = batch(device, torch.bfloat16)
     for one in (layer, single):
         one(x).float().square().mean().backward()
-    factor, expected = whole(layer.position.factor.grad), single.position.factor.grad
-    return float((factor - expected).abs().max() / expected.abs().max()), factor.dtype, groups(layer)
+    factor = whole(layer.position.factor.grad)
+    # a gradient of 16 bits is rounded between the kernels of one process as well
+    assert_close({"factor": factor}, {"factor": single.position.factor.grad}, 1e-5)
+    assert factor.dtype == torch.float32
+    assert set(groups(layer)) == {"", "in_proj", "out_proj", "position"} | ({"decay"} if decay == "scalar" else set())
 
 
-@pytest.mark.parametrize("decay", ["scalar", "frozen"])
-def test_16_bit_layer_takes_a_float32_position_module(ranks, decay):
-    apart = {"decay"} if decay == "scalar" else set()
-    for error, dtype, names in ranks(with_position, ranks.device, decay):
-        # a gradient of 16 bits is rounded between the kernels of one process as well
-        assert error < 1e-5
-        assert dtype == torch.float32
-        assert set(names) == {"", "in_proj", "out_proj", "position"} | apart
-
-
-def shared_refused(device: str) -> list[str]:
-    said = []
+@on_ranks
+def test_fsdp_refuses_shared_modules(device):
     mesh = init_device_mesh(device, (2,))
-    for at_once in (True, False):
+    for at_once, name in ((True, "1.attention.decay"), (False, "attention.decay")):
         model = model_of("scalar", device, **EVERYTHING)
         model[1].attention.decay = model[0].attention.decay
         if not at_once:
             fully_shard_attention(model[0], mesh=mesh)
-        with pytest.raises(ValueError, match="expected a module of this layer alone") as error:
+        with pytest.raises(ValueError, match=rf"^{name}: expected a module of this layer alone"):
             fully_shard_attention(model if at_once else model[1], mesh=mesh)
-        said.append(str(error.value).partition(":")[0])
-    return said
 
 
-def shared_gradients(device: str) -> dict[str, float]:
-    expected, model = (model_of("scalar", device, **EVERYTHING) for _ in range(2))
+@on_ranks
+def test_fsdp_takes_shared_modules_that_are_sharded(device):
+    expected, model = twins("scalar", device)
     for one in (expected, model):
         one[0].attention.position = one[1].attention.position = Scaled().to(device, torch.float64)
     fully_shard(model[0].attention.position, mesh=init_device_mesh(device, (2,)))
     shard(model, device)
     two_steps(expected, model, device)
-    return worst(gradients(model), gradients(expected))
+    assert_close(gradients(model), gradients(expected))
 
 
-def test_fsdp_shards_shared_modules_alone_or_raises(ranks):
-    assert ranks(shared_refused, ranks.device)[0] == ["1.attention.decay", "attention.decay"]
-    for errors in ranks(shared_gradients, ranks.device):
-        assert max(errors.values()) < 1e-11, errors
-
-
-def sharded_generation(device: str, decay: str, policy: MixedPrecisionPolicy | None) -> dict[str, object]:
-    """A cache, its eviction and half-lives, outside of the layer's forward."""
-    single, model = (model[0].attention for model in twins(decay, device, torch.float32))
-    options = {} if policy is None else {"mp_policy": policy}
-    parent = nn.Sequential(model)
-    fully_shard_attention(parent, mesh=init_device_mesh(device, (2,)), **options)
-    x, _ = batch(device, torch.float32)
-    found = {}
-    with torch.no_grad():
-        bound, lives = model.score_bound(), model.decay.half_lives(x)
-        found["alike"] = torch.equal(bound, single.score_bound()) and torch.equal(lives, single.decay.half_lives(x))
-        cache = model.make_cache(B, T)
-        model(x, cache=cache)
-        rates = None if decay == "scalar" else -0.7 / lives.to(torch.float64)
-        found["evicted"] = tuple(cache.evict(0.5, bound, rates).shape)
-    return found | {"dtype": cache.dtype}
-
-
+@on_ranks
 @pytest.mark.parametrize(("decay", "dtypes", "expected"), [
     ("scalar", None, torch.float32), ("learned", {}, torch.float32),
     ("learned", {"param_dtype": torch.bfloat16}, torch.bfloat16),
     ("scalar", {"param_dtype": torch.bfloat16, "output_dtype": torch.float32}, torch.float32),
 ])
-def test_sharded_layer_makes_caches_and_score_bounds(ranks, decay, dtypes, expected):
-    policy = None if dtypes is None else MixedPrecisionPolicy(**dtypes)
-    for found in ranks(sharded_generation, ranks.device, decay, policy):
-        assert found == {"alike": True, "evicted": (B, HEADS), "dtype": expected}
+def test_sharded_layer_makes_caches_and_score_bounds(device, decay, dtypes, expected):
+    """A cache, its eviction and half-lives, outside of the layer's forward."""
+    single, model = (model[0].attention for model in twins(decay, device, torch.float32))
+    options = {} if dtypes is None else {"mp_policy": MixedPrecisionPolicy(**dtypes)}
+    parent = nn.Sequential(model)
+    fully_shard_attention(parent, mesh=init_device_mesh(device, (2,)), **options)
+    x, _ = batch(device, torch.float32)
+    with torch.no_grad():
+        bound, lives = model.score_bound(), model.decay.half_lives(x)
+        assert torch.equal(bound, single.score_bound())
+        assert torch.equal(lives, single.decay.half_lives(x))
+        cache = model.make_cache(B, T)
+        model(x, cache=cache)
+        rates = None if decay == "scalar" else -0.7 / lives.to(torch.float64)
+        assert cache.evict(0.5, bound, rates).shape == (B, HEADS)
+    assert cache.dtype == expected
 
 
-def sharded_calls(device: str, given: str) -> dict[str, float]:
-    """Errors of the gradients of a call with a memory or with a decay of its own."""
+@on_ranks
+@pytest.mark.parametrize("given", ["memory", "log_decay"])
+def test_sharded_layer_takes_a_memory_and_a_decay(device, given):
     single, model = (model[0].attention for model in twins("scalar", device, torch.float32))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard_attention(parent := nn.Sequential(model), mesh=init_device_mesh(device, (2,)), mp_policy=policy)
@@ -320,16 +296,15 @@ def sharded_calls(device: str, given: str) -> dict[str, float]:
     found, expected = (
         {name: whole(p.grad) for name, p in one.named_parameters() if p.grad is not None} for one in (model, single)
     )
-    return worst(found, expected)
+    assert_close(found, expected, 0.1)
 
 
-@pytest.mark.parametrize("given", ["memory", "log_decay"])
-def test_sharded_layer_takes_a_memory_and_a_decay(ranks, given):
-    for errors in ranks(sharded_calls, ranks.device, given):
-        assert max(errors.values()) < 0.1, errors
-
-
-def gradients_of_fsdp1(device: str, decay: str, dtype: torch.dtype, mixed: torch.dtype | None) -> dict[str, float]:
+@on_ranks
+@pytest.mark.parametrize(("decay", "dtype", "mixed", "largest"), [
+    ("scalar", torch.float32, None, 1e-5), ("learned", torch.bfloat16, None, 2e-2),
+    *((decay, torch.float32, torch.bfloat16, 2e-2) for decay in ("scalar", "frozen")),
+])
+def test_fsdp1_trains_by_the_documented_policy(device, decay, dtype, mixed, largest):
     """FullyShardedDataParallel as the docstring of fully_shard_attention has it, compared with one process."""
     source = inspect.getdoc(fully_shard_attention).split("the condition::\n\n")[1].split("\nArgs:")[0]
     single, model = twins(decay, device, dtype)
@@ -348,19 +323,13 @@ def gradients_of_fsdp1(device: str, decay: str, dtype: torch.dtype, mixed: torch
         parameter_groups(sharded, 0.1)
     with FullyShardedDataParallel.summon_full_params(sharded, with_grads=True):
         found = dict(zip(gradients(single), (p.grad for p in sharded.parameters()), strict=True))
-        return worst(found, gradients(single))
+        errors = worst(found, gradients(single))
+    assert sorted(errors.values())[len(errors) // 2] < largest, errors
 
 
-@pytest.mark.parametrize(("decay", "dtype", "mixed", "largest"), [
-    ("scalar", torch.float32, None, 1e-5), ("learned", torch.bfloat16, None, 2e-2),
-    *((decay, torch.float32, torch.bfloat16, 2e-2) for decay in ("scalar", "frozen")),
-])
-def test_fsdp1_trains_by_the_documented_policy(ranks, decay, dtype, mixed, largest):
-    for found in ranks(gradients_of_fsdp1, ranks.device, decay, dtype, mixed):
-        assert sorted(found.values())[len(found) // 2] < largest, found
-
-
-def training_tools(device: str, kind: str) -> tuple[bool, bool, bool, float]:
+@on_ranks
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "tensor"])
+def test_training_tools_take_sharded_models(device, kind):
     """Compared with one process: the groups, the marks, and half-lives of this rank's tokens or heads."""
     single, model = twins("scalar", device)
     called = {"ddp": nn.parallel.DistributedDataParallel, "fsdp": lambda m: shard(m, device),
@@ -368,18 +337,17 @@ def training_tools(device: str, kind: str) -> tuple[bool, bool, bool, float]:
     _PARALLEL.append(called)
     found, expected = ([names_of(one, group) for group in parameter_groups(called_one, 0.1)]
                        for one, called_one in ((model, called), (single, single)))
+    assert found == expected
     marked = {name for name, p in model.named_parameters() if getattr(p, "_no_weight_decay", False)}
+    decays = {n for n, _ in single.named_parameters() if ".decay." in n or n.endswith(("sink", "log_scale"))}
+    assert marked == decays
     x, rank = batch(device)[0], torch.distributed.get_rank()
     with record_half_lives(called) as lives, record_half_lives(single) as whole_lives:
         called(x if kind == "tensor" else x[rank : rank + 1])
         single(x if kind == "tensor" else x[rank : rank + 1])
     heads = slice(2 * rank, 2 * rank + 2) if kind == "tensor" else slice(None)
-    errors = [
-        float((mine - whole_lives[name.removeprefix("module.")][heads]).abs().max() / mine.max())
-        for name, mine in lives.items()
-    ]
-    decays = {n for n, _ in single.named_parameters() if ".decay." in n or n.endswith(("sink", "log_scale"))}
-    return found == expected, marked == decays, len(lives) == 2, max(errors)
+    assert len(lives) == 2
+    assert_close(lives, {name: whole_lives[name.removeprefix("module.")][heads] for name in lives}, 1e-9)
 
 
 def names_of(model: nn.Module, group: dict[str, Any]) -> list[str]:
@@ -387,19 +355,15 @@ def names_of(model: nn.Module, group: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(names[id(p)] for p in group["params"]))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "tensor"])
-def test_training_tools_take_sharded_models(ranks, kind):
-    for *alike, error in ranks(training_tools, ranks.device, kind):
-        assert alike == [True, True, True]
-        assert error < 1e-9
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Tensor parallelism
 
 
-def divided_gradients(device: str, decay: str, options: dict, checkpointed: bool) -> dict[str, float]:
-    expected, model = model_of(decay, device, **options), model_of(decay, device, **options)
+@on_ranks
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_tensor_parallelism_gives_gradients_of_one_process(device, decay, checkpointed):
+    expected, model = (model_of(decay, device, **EVERYTHING if decay != "none" else {}) for _ in range(2))
     divide(model, device)
     for block in model:
         block.checkpointed = checkpointed
@@ -408,47 +372,37 @@ def divided_gradients(device: str, decay: str, options: dict, checkpointed: bool
     results = [one(given) for one, given in zip((model, expected), inputs, strict=True)]
     for out in results:
         (out - target).square().mean().backward()
-    found = worst(gradients(model), gradients(expected))
-    found["out"] = float((results[0] - results[1]).abs().max())
-    found["x"] = float((inputs[0].grad - inputs[1].grad).abs().max() / inputs[1].grad.abs().max())
+    found, wanted = (
+        gradients(one) | {"out": out, "x": given.grad}
+        for one, out, given in zip((model, expected), results, inputs, strict=True)
+    )
+    assert_close(found, wanted)
     for name, parameter in model.named_parameters():
         if ".attention." in name:
             assert parameter.placements == parameter.grad.placements, name
     if decay in ("learned", "frozen"):  # of all heads, without x
         assert torch.equal(model[0].attention.decay.half_lives(), expected[0].attention.decay.half_lives())
-    return found
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("decay", DECAYS)
-def test_tensor_parallelism_gives_gradients_of_one_process(ranks, decay, checkpointed):
-    options = EVERYTHING if decay != "none" else {}
-    for errors in ranks(divided_gradients, ranks.device, decay, options, checkpointed):
-        assert max(errors.values()) < 1e-11, errors
-
-
-def sizes_of_parameters(device: str) -> dict[str, tuple]:
+@on_ranks
+def test_plan_shards_heads_and_replicates_gains(device):
     layer = model_of("scalar", device, **EVERYTHING)[0].attention
     divide(layer, device)
     assert (layer.num_heads, layer.num_kv_heads) == (2, 1)
-    return {name: tuple(p.to_local().shape) for name, p in layer.named_parameters()}
+    # of q, k, v and the gate: 32, 16, 16 and 32 rows in all
+    sizes = {f"in_proj.weight_{n}": (rows, WIDTH) for n, rows in enumerate((16, 8, 8, 16))}
+    sizes |= {name.replace("weight", "bias"): size[:1] for name, size in sizes.items()}
+    assert {name: tuple(p.to_local().shape) for name, p in layer.named_parameters()} == sizes | {
+        "sink": (2,), "log_scale": (2,), "decay.weight": (2, WIDTH), "decay.bias": (2,),
+        "out_proj.weight": (WIDTH, 16), "out_proj.bias": (WIDTH,), "q_norm.weight": (8,), "k_norm.weight": (8,),
+    }
 
 
-def test_plan_shards_heads_and_replicates_gains(ranks):
-    for found in ranks(sizes_of_parameters, ranks.device):
-        # of q, k, v and the gate: 32, 16, 16 and 32 rows in all
-        sizes = {f"in_proj.weight_{n}": (rows, WIDTH) for n, rows in enumerate((16, 8, 8, 16))}
-        assert found == sizes | {name.replace("weight", "bias"): size[:1] for name, size in sizes.items()} | {
-            "sink": (2,), "log_scale": (2,), "decay.weight": (2, WIDTH), "decay.bias": (2,),
-            "out_proj.weight": (WIDTH, 16), "out_proj.bias": (WIDTH,), "q_norm.weight": (8,), "k_norm.weight": (8,),
-        }
-
-
-def restarted(device: str, kind: str, same_seed: bool) -> tuple[list[str], list[str], bool]:
-    """Names of a sharded layer's tensors that are not one process's, or not rank 0's, after every module is reset.
-
-    Built without data, and reset in FSDP's order: parents first.
-    """
+@on_ranks
+@pytest.mark.parametrize("kind", ["fsdp", "tensor"])
+@pytest.mark.parametrize("same_seed", [True, False])
+def test_sharded_layer_resets_as_in_one_process(device, kind, same_seed):
+    """Or as on rank 0. The layer is built without data, and reset in FSDP's order: parents first."""
     with torch.device("meta"):
         layer = DecayFlashAttention(WIDTH, HEADS, **EVERYTHING)
     single = copy.deepcopy(layer)
@@ -467,21 +421,15 @@ def restarted(device: str, kind: str, same_seed: bool) -> tuple[list[str], list[
                 module.reset_parameters()
     expected = single.state_dict()
     found = {name: whole(x) for name, x in layer.state_dict().items()}
-    halves = found["out_proj.weight"].chunk(2, 1)
-    for x in expected.values():
+    assert not torch.equal(*found["out_proj.weight"].chunk(2, 1))
+    for name, x in expected.items():
         torch.distributed.broadcast(x, 0)
-    different = [name for name, x in expected.items() if not torch.equal(x, found[name])]
-    return different, [name for name, x in found.items() if not x.isfinite().all()], torch.equal(*halves)
+        assert torch.equal(x, found[name]), name
+        assert found[name].isfinite().all(), name
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "tensor"])
-@pytest.mark.parametrize("same_seed", [True, False])
-def test_sharded_layer_resets_as_in_one_process(ranks, kind, same_seed):
-    for found in ranks(restarted, ranks.device, kind, same_seed):
-        assert found == ([], [], False)
-
-
-def joined(device: str) -> list[str]:
+@on_ranks
+def test_divided_parameters_refuse_changes_as_a_whole(device):
     layer = model_of("scalar", device, **EVERYTHING)[0].attention
     divide(layer, device)
     weight = layer.in_proj.weight
@@ -499,16 +447,13 @@ def joined(device: str) -> list[str]:
     plain = torch.zeros_like(weight)
     assert {type(x) for x in (weight.clone().zero_(), weight * 2, plain.copy_(weight))} == {Tensor}
     layer.in_proj.requires_grad_(False)
-    return [name for name, p in layer.named_parameters() if not p.requires_grad]
+    frozen = [name for name, p in layer.named_parameters() if not p.requires_grad]
+    assert frozen == [f"in_proj.{name}_{index}" for name in ("weight", "bias") for index in range(4)]
 
 
-def test_divided_parameters_refuse_changes_as_a_whole(ranks):
-    frozen = [f"in_proj.{name}_{index}" for name in ("weight", "bias") for index in range(4)]
-    for found in ranks(joined, ranks.device):
-        assert found == frozen
-
-
-def divided_eviction(device: str, options: dict[str, Any]) -> tuple[bool, bool, float]:
+@on_ranks
+@pytest.mark.parametrize("options", [{}, {"scale": None}, {"scale": 0.5}])
+def test_divided_layer_bounds_its_own_heads(device, options):
     single = model_of("scalar", device, **EVERYTHING | options)[0].attention
     with torch.no_grad():
         single.decay.bias.sub_(9)  # fast, so that something is evicted
@@ -523,23 +468,15 @@ def divided_eviction(device: str, options: dict[str, Any]) -> tuple[bool, bool, 
             caches.append(layer.make_cache(B, T))
             layer(x, cache=caches[-1])
             lost.append(caches[-1].evict(1e-3, layer.score_bound()))
-        alike = torch.equal(divided.score_bound(), single.score_bound()[mine])
-        lives = divided.decay.half_lives(x), single.decay.half_lives(x)[..., mine]
-        evicted = bool((caches[0].dropped > 0).all())
-    errors = [float((a - b).abs().max()) for a, b in ((lost[0], lost[1][:, mine]), lives)]
-    return alike, evicted, max(errors)
+        assert torch.equal(divided.score_bound(), single.score_bound()[mine])
+        assert (caches[0].dropped > 0).all()
+        found = {"lost": lost[0], "lives": divided.decay.half_lives(x)}
+        assert_close(found, {"lost": lost[1][:, mine], "lives": single.decay.half_lives(x)[..., mine]}, 1e-9)
 
 
-@pytest.mark.parametrize("options", [{}, {"scale": None}, {"scale": 0.5}])
-def test_divided_layer_bounds_its_own_heads(ranks, options):
-    for alike, evicted, error in ranks(divided_eviction, ranks.device, options):
-        assert alike
-        assert evicted
-        assert error < 1e-9
-
-
-def with_options(device: str) -> dict[str, float]:
-    """Options of calls with their gradients, caches, and norms that are sharded along the sequence."""
+@on_ranks
+def test_tensor_parallelism_takes_options_of_the_layer(device):
+    """With their gradients, caches, and norms that are sharded along the sequence."""
     layer = model_of("scalar", device, **EVERYTHING)[0].attention
     divided = copy.deepcopy(layer)
     divide(divided, device)
@@ -555,30 +492,25 @@ def with_options(device: str) -> dict[str, float]:
         "memory": (x[:, 9:], {"memory": x.sin(), "memory_padding_mask": padding}),
         "memory with rates": (x[:, 9:], {"memory": x.sin(), "log_decay": -torch.rand(HEADS, device=device).double()}),
     }
-    errors = {}
     for name, (given, options) in cases.items():
-        inputs = [x for x in (given, *options.values()) if x.is_floating_point()]
-        leaves, results = [], []
+        results = []
         for one in (divided, layer):
-            copies = {id(x): x.clone().requires_grad_() for x in inputs}
-            leaves.append([*copies.values()])
-            options_of_one = {key: copies.get(id(x), x) for key, x in options.items()}
-            results.append(one(copies[id(given)], **options_of_one)[padding if name == "padding" else slice(None)])
-            results[-1].sin().sum().backward()
-        errors[name] = float((results[0] - results[1]).detach().abs().max())
-        for mine, whole_one in zip(*leaves, strict=True):
-            gradients = [x.grad for x in (mine, whole_one)]
-            error = (gradients[0] - gradients[1]).abs().max() / gradients[1].abs().max()
-            errors[name] = max(errors[name], float(error))
+            leaves = {"x": given} | {key: x for key, x in options.items() if x.is_floating_point()}
+            leaves = {key: x.clone().requires_grad_() for key, x in leaves.items()}
+            out = one(**options | leaves)[padding if name == "padding" else slice(None)]
+            out.sin().sum().backward()
+            results.append({"out": out} | {key: x.grad for key, x in leaves.items()})
+        assert_close(*results)
     with torch.no_grad():
         cache = divided.make_cache(B, T)
         steps = torch.cat([divided(x[:, :9], cache=cache), divided(x[:, 9:], cache=cache)], 1)
-        errors["cache"] = float((steps - layer(x)).abs().max())
+        assert_close({"cache": steps}, {"cache": layer(x)})
         caches = divided.make_cache(B, 2 * T), layer.make_cache(B, 2 * T)
         for log_decay in (-torch.rand(B, T, HEADS, device=device, dtype=x.dtype), None):
             options = {"padding_mask": padding, "log_decay": log_decay}
-            pair = [one(x, cache=cache, **options) for one, cache in zip((divided, layer), caches, strict=True)]
-            errors["padded cache"] = max(errors.get("padded cache", 0), float((pair[0] - pair[1]).abs().max()))
+            assert_close(*(
+                {"padded": one(x, cache=cache, **options)} for one, cache in zip((divided, layer), caches, strict=True)
+            ))
 
     mesh = init_device_mesh(device, (2,))
     in_sequence = copy.deepcopy(layer)
@@ -589,18 +521,10 @@ def with_options(device: str) -> dict[str, float]:
     given = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
     out = in_sequence(given)
     assert out.placements == (Shard(1),)
-    errors["sequence"] = float((out.full_tensor() - layer(x)).detach().abs().max())
     plain = x.clone().requires_grad_()
     out.full_tensor().square().sum().backward()
-    layer(plain).square().sum().backward()
-    errors["gradient"] = float((given.grad.full_tensor() - plain.grad).abs().max() / plain.grad.abs().max())
-    return errors
-
-
-def test_tensor_parallelism_takes_options_of_the_layer(ranks):
-    for errors in ranks(with_options, ranks.device):
-        assert len(errors) == 11
-        assert max(errors.values()) < 1e-11, errors
+    (expected := layer(plain)).square().sum().backward()
+    assert_close({"out": out.full_tensor(), "x": given.grad.full_tensor()}, {"out": expected, "x": plain.grad})
 
 
 class OwnDecay(nn.Module):
@@ -608,26 +532,18 @@ class OwnDecay(nn.Module):
         return x.new_zeros(HEADS)
 
 
-def refused(device: str) -> list[str]:
-    layers = [
-        DecayFlashAttention(WIDTH, HEADS, num_kv_heads=1), DecayFlashAttention(WIDTH, 1),
-        DecayFlashAttention(WIDTH, HEADS, decay=OwnDecay()),
-    ]
-    said = []
-    for layer in layers:
-        with pytest.raises(ValueError) as error:  # noqa: PT011, what it says is looked at below
-            divide(layer, device)
-        said.append(str(error.value))
-    return said
-
-
-def test_errors_name_layers_that_cannot_be_divided(ranks):
-    for said in ranks(refused, ranks.device):
-        assert said == [
-            "num_kv_heads: expected a multiple of the 2 ranks, got 1",
-            "num_heads: expected a multiple of the 2 ranks, got 1",
+@on_ranks
+def test_errors_name_layers_that_cannot_be_divided(device):
+    for layer, message in (
+        (DecayFlashAttention(WIDTH, HEADS, num_kv_heads=1), "num_kv_heads: expected a multiple of the 2 ranks, got 1"),
+        (DecayFlashAttention(WIDTH, 1), "num_heads: expected a multiple of the 2 ranks, got 1"),
+        (
+            DecayFlashAttention(WIDTH, HEADS, decay=OwnDecay()),
             "decay: expected a ScalarDecay, a ConstantDecay or none to divide among the ranks, got a OwnDecay",
-        ]
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            divide(layer, device)
     for function in (tensor_parallel_plan, fully_shard_attention):
         with pytest.raises(ValueError, match="module: expected a DecayFlashAttention or a module with some, got Lin"):
             function(nn.Linear(2, 2))
@@ -732,7 +648,8 @@ def test_full_state_dict_loads_and_saves(ranks, kind):
 # Both, and projections of others
 
 
-def swiglu(device: str) -> dict[str, float]:
+@on_ranks
+def test_swiglu_is_divided_part_by_part(device):
     torch.manual_seed(1)
     both, down = nn.Linear(WIDTH, 48, device=device), nn.Linear(24, WIDTH, device=device)
     expected, model = (nn.ModuleList(copy.deepcopy([both, down])) for _ in range(2))
@@ -743,9 +660,4 @@ def swiglu(device: str) -> dict[str, float]:
     for (up, out), given in zip((expected, model), inputs, strict=True):
         gate, value = up(given).chunk(2, -1)
         out(gate.sigmoid() * value).square().sum().backward()
-    return worst(gradients(model), gradients(expected)) | worst({"x": inputs[1].grad}, {"x": inputs[0].grad})
-
-
-def test_swiglu_is_divided_part_by_part(ranks):
-    for errors in ranks(swiglu, ranks.device):
-        assert max(errors.values()) < 1e-5, errors
+    assert_close(gradients(model) | {"x": inputs[1].grad}, gradients(expected) | {"x": inputs[0].grad}, 1e-5)
