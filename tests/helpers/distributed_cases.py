@@ -271,13 +271,6 @@ def call(group, options=None, of_last_rank=None, *, length=24, **inputs):
     context_parallel_attention(**arguments)
 
 
-class Unreadable:
-    """No number, and no other argument."""
-
-    def __repr__(self):
-        return str(1 // 0)
-
-
 def layer_call(group, of_last_rank, **options):
     """A layer's call, which on the last rank has another x, other options, or a module that raises."""
     changed = of_last_rank if dist.get_rank(group) == dist.get_world_size(group) - 1 else {}
@@ -305,16 +298,6 @@ class Misplacing(torch.nn.Module):
 
     def forward(self, q, k, start):
         return q, k if int(start[0]) == 0 else k[:, :1]
-
-
-class WithoutStart(torch.nn.Module):
-    """A position module for layers without a context, on the last rank."""
-
-    def forward(self, q, k, **start):
-        return (q, k) if dist.get_rank() == 0 else self.turn(q, k, **start)
-
-    def turn(self, q, k):
-        return q, k
 
 
 def failing_call(group, where, options, **inputs):
