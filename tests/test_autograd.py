@@ -390,28 +390,6 @@ def test_compile_takes_dynamic_lengths(device):
         assert_equal(found, outputs_and_gradients(attend, leaves))
 
 
-@pytest.mark.slow
-def test_compile_takes_permuted_inputs(device):
-    """A projection cut and transposed inside the graph, gradients back through it."""
-
-    def projected(x, weight, log_decay):
-        q, k, v = (x @ weight).unflatten(-1, (3, 8, 2)).unbind(2)
-        out, lse = attend(q=q.mT, k=k.mT, v=v.mT, log_decay=log_decay.transpose(1, 2))
-        return out.mT.flatten(2), lse.transpose(1, 2)
-
-    def run(function):
-        x, weight, log_decay = leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-        out, lse = function(x.transpose(0, 1), weight, log_decay)
-        return [out, lse, *torch.autograd.grad(loss(out, lse), leaves)]
-
-    torch.compiler.reset()
-    tensors = [torch.randn(20, 2, 16), torch.randn(16, 48) / 4, -torch.rand(2, 2, 20)]
-    tensors = [tensor.to(device) for tensor in tensors]
-    compiled = torch.compile(projected, fullgraph=True, backend=COMPILER)
-    for found, expected in zip(run(compiled), run(projected), strict=True):
-        torch.testing.assert_close(found, expected)  # the compiler may add up the projection in another order
-
-
 def test_checkpoints_and_deterministic_mode_change_nothing(device):
     def checkpointed(**leaves):  # this kind takes positional tensors only
         in_order = lambda *values: attend(**dict(zip(NAMES, values, strict=True)))  # noqa: E731

@@ -19,7 +19,6 @@ from decayattn import (
 )
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
-ON_GPU = torch.cuda.is_available()
 FUNCTIONS = (decay_attention, decay_attention_varlen)
 
 

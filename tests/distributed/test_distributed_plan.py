@@ -149,13 +149,6 @@ def test_rounding_leaves_nothing_unfetched(monkeypatch):
         assert lost(inputs, lengths, *Ranks(monkeypatch, inputs, lengths).plan(tolerance)) <= tolerance, seed
 
 
-@pytest.mark.parametrize(("mean", "expected"), [(-1.0, [0, 64, 64]), (-1e-3, [0, 256, 128])])
-def test_few_rows_see_the_halo_of_a_strong_decay(monkeypatch, mean, expected):
-    lengths = LENGTHS["blocks"]
-    _, rows = Ranks(monkeypatch, make("plain", sum(lengths), mean=mean), lengths).plan(2.0**-25)
-    assert rows.tolist() == expected
-
-
 @pytest.mark.parametrize("kind", ["plain", "scale"])
 def test_ranks_fetch_the_blocks_that_one_process_visits(monkeypatch, kind):
     """The bound is that of skipping tiles: over whole blocks, it is the same one."""
@@ -207,16 +200,6 @@ def test_a_cached_launch_is_of_a_rank_and_of_slices_as_long(monkeypatch):
     first, second, of_longer, _, _, with_window, _, of_packed = modes
     assert first[0] == second[0] == of_longer[0] == with_window[0]
     assert len({first, second, of_longer, with_window, of_packed}) == 5
-
-
-@pytest.mark.parametrize("kind", ["against", "plain"])
-def test_a_granule_too_few_of_rows_loses_too_much(monkeypatch, kind):
-    lengths, tolerance = LENGTHS["blocks"], 2.0**-54
-    inputs = make(kind, sum(lengths), mean=-0.4)
-    first, rows = Ranks(monkeypatch, inputs, lengths).plan(tolerance)
-    assert 0 < rows[1] < 256
-    assert lost(inputs, lengths, first, rows) <= tolerance
-    assert lost(inputs, lengths, first, rows - GRANULE) > 100 * tolerance
 
 
 # Keys that a row cannot see, and values that are not finite

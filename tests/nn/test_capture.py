@@ -181,24 +181,3 @@ def test_errors_name_arguments_of_captured_step():
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             CapturedStep(*arguments)
-
-
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU, which has graphs")
-@torch.no_grad()
-def test_graph_of_bfloat16_writes_the_tokens_of_calls():
-    """Greedily, where the likeliest token leads by far."""
-    layers = [layer.bfloat16() for layer in layers_of("cuda")]
-    table = torch.nn.functional.one_hot(torch.arange(32, device="cuda")).bfloat16() * 8
-
-    def writer(caches):
-        step = step_of(layers, caches)
-        return lambda token: step(table[token])[0].argmax(-1)
-
-    texts = []
-    for graph in (False, True):
-        caches = [layer.make_cache(3, 300) for layer in layers]
-        write = writer(caches)
-        token = write(torch.arange(30, device="cuda").reshape(3, 10))[:, -1:]
-        write = CapturedStep(write, caches, token) if graph else write
-        texts.append([token := write(token).clone() for _ in range(200)])
-    assert torch.equal(torch.cat(texts[0], 1), torch.cat(texts[1], 1))

@@ -589,23 +589,6 @@ def cut_off(bits, results, q, k, log_decay, scale, sink, grad_lse, **heads):
     return results | {"dsink": ((sink[:, None] - lse).exp() * grad_lse).sum(1).float()}
 
 
-def few_keys_of_a_strong_decay(seed):
-    """One row of two keys, behind a reset and many λ, in float64."""
-    torch.manual_seed(seed)
-    q, k, v = (torch.randn(1, rows, 1, 8, dtype=torch.float64) for rows in (1, 79, 79))
-    log_decay = -6 * torch.rand(1, 79, 1, dtype=torch.float64)
-    log_decay[:, 77] = -math.inf
-    return {"q": q, "k": k, "v": v, "log_decay": log_decay, "scale": 1e-4}
-
-
-def prefix_in_base_2(bits, results, q, k, v, log_decay, scale, **heads):
-    """out of a kernel that adds up λ in base 2, to fewer bits, and that rounds nothing else."""
-    base2 = log_decay.masked_fill(log_decay.isneginf(), 0.0) / math.log(2)
-    alpha = _without_bits(base2.cumsum(1), bits)
-    scores = scale[:, None, None] * (q @ k.mT) + math.log(2) * (alpha[:, -1:] - alpha)[:, None]
-    return results | {"out": scores[..., 77:].softmax(-1) @ v[:, 77:]}
-
-
 def one_row(seed):
     """Row of a few keys, with values so small that dS is P times the gradient of LSE. Uniform values: normal ones, and
     so their rounding, depend on torch's version."""
@@ -642,7 +625,6 @@ def rounded_in_the_edge_tile(bits, results, q, k, v, scale, **heads):
 @pytest.mark.parametrize(("make", "compute", "precisions", "name", "seed"), [
     (strong_decay, by_columns, (0, 8), "dlog_decay", 3),
     (large_scores_beside_a_sink, cut_off, (0, 3), "dsink", 0),
-    (few_keys_of_a_strong_decay, prefix_in_base_2, (0, 8), "out", 5),
     (one_row, from_rounded_p, (0, 3), "dlog_decay", 360),
     (equal_keys, rounded_in_the_edge_tile, (0, 8), "out", 0),
 ])

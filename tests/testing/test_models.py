@@ -135,13 +135,6 @@ def test_the_modes_of_the_caller_change_nothing(model_and_batch):
             assert compare_model_gradients(model, weighted_loss, batch, backend="reference") == expected
 
 
-def test_given_gradients_may_require_gradients(model_and_batch):
-    model, batch = model_and_batch
-    gradients = gradients_of(model, weighted_loss, batch, create_graph=True)
-    rows = compare_model_gradients(model, weighted_loss, batch, backend="reference", tested=gradients)
-    assert all(row.passed for row in rows), format_table(rows)
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_rounded_attention_of_a_model_takes_every_argument(packed, monkeypatch):
     """Nothing is rounded in float64, and autograd of the reference has the same gradients."""
