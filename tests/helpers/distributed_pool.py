@@ -1,4 +1,4 @@
-"""Processes that are the ranks of torch.distributed's groups, started once per file and fed with calls."""
+"""Processes that are the ranks of a group of torch.distributed, started once and fed with calls."""
 
 import functools
 import importlib
@@ -132,6 +132,7 @@ def two_ranks(device):
 
 def on_ranks(test):
     """Run a test in every process of the fixture `ranks`. Its first argument is their device."""
+
     @functools.wraps(test)
     def run(ranks, **given):
         ranks(_unwrapped, run, ranks.device, given)
@@ -177,7 +178,7 @@ def _work(rank, ranks, device, seconds, store, calls, results):
             results.put((rank, _BEGUN, None))
             torch.manual_seed(0)
             results.put((rank, failed, None if failed else function(*args, **kwargs)))
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             results.put((rank, traceback.format_exc(), None))
     if failed is None:
         dist.destroy_process_group()
