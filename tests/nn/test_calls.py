@@ -233,7 +233,7 @@ def test_calls_are_their_entries_or_raise(options, decay, new):
 
 
 @pytest.mark.parametrize(("how", "new"), [
-    pytest.param("compiled", "per token", marks=pytest.mark.slow), ("compiled", "memory, rates"),
+    *(pytest.param("compiled", new, marks=pytest.mark.slow) for new in ("per token", "memory, rates")),
     *itertools.product(["checkpointed", "triton", "bfloat16", "autocast"], NEW),
 ])
 def test_calls_compile_checkpoint_and_narrow(how, new, device, monkeypatch):
