@@ -472,8 +472,9 @@ def extrapolation(results: Results, report: Report) -> list[str]:
     context, trained = settings["context"], settings["steps"] * settings["batch_size"] * settings["context"]
     crops = sorted({row["length"]: row["crops"] for run in runs for row in run["reading"]}.items())
     texts = " and ".join(f"{number} texts of {kilo(length)}" for length, number in crops)
+    head, *rows = cells_of_table(report)
     return [
-        *table(*cells_of_table(report)), "",
+        *table(head, rows), "",
         f"Mean of {len({run['seed'] for run in runs})} seeds (and their range). {parameters_of(report)} "
         f"parameters, {trained / 1e6:.0f} MB of Python source at {kilo(context)} bytes; {texts} bytes read, of "
         f"{corpus['held out']['packages']} packages that are not among the {corpus['training']['packages']} of the "

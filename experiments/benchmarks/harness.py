@@ -327,7 +327,8 @@ class Run:
         self.options = options
         self.device, self.timed = machine()
         self.report: dict[str, Any] = provenance(script, argv, options.commit)
-        self.report |= {"method": method, "rounds": options.rounds, "checks": [], "missing": [], "rows": []}
+        self.report |= {"method": method, "rounds": getattr(options, "rounds", None)}
+        self.report |= {"checks": [], "missing": [], "rows": []}
 
     def add(self, rows: Iterable[dict[str, Any]], label: str, columns: Sequence[str], to: str = "rows") -> None:
         """Add rows to the report, write it, and print them as a table."""
@@ -343,7 +344,7 @@ class Run:
     def missing(self, kind: str, why: str, ours: bool = True, **where: str) -> None:
         """Record the reason for a missing figure; kind is "wrong", "failed" or "absent"."""
         self.report["missing"].append(where | {"ours": ours, "kind": kind, "reason": why})
-        print(f"  {', '.join(where.values())}: {kind}: {why}", flush=True)
+        print(f"  {', '.join(map(str, where.values()))}: {kind}: {why}", flush=True)
 
     @contextlib.contextmanager
     def attempt(self, **where: Any) -> Iterator[None]:
@@ -413,7 +414,7 @@ def main(module: Any, argv: Sequence[str] | None = None) -> int:
 def run_all(module: Any, options: Namespace, argv: list[str]) -> int:
     """The measurement, its report and its figure; the exit status."""
     run = Run(str(Path(module.__file__).resolve().relative_to(ROOT)), options, argv, module.__doc__)
-    if not run.timed:
+    if not run.timed and run.report["rounds"]:
         print("No GPU, so no speeds of kernels: their errors in Triton's interpreter.")
     print(" · ".join(f"{key} {run.report[key]}" for key in ("gpu", "driver", "torch", "triton", "commit")), flush=True)
     module.measure(run)
@@ -423,7 +424,7 @@ def run_all(module: Any, options: Namespace, argv: list[str]) -> int:
         if hasattr(module, "draw"):
             draw(module, run.report, options.output)
     failed = any(entry["ours"] for entry in run.report["missing"])
-    print("FAILED" if failed else "nothing of ours is wrong")
+    print("FAILED" if failed else "nothing failed")
     return int(failed)
 
 
@@ -437,15 +438,18 @@ def draw(module: Any, report: dict[str, Any], output: Path) -> None:
         print(f"wrote {output.with_suffix('.png')}")
 
 
-def panels(count: int, size: tuple[float, float], title: str, **options: Any) -> tuple[Any, Sequence[Any]]:
-    """(figure, its panels in a row). size: inches. options: of Figure.subplots. Raises ValueError for no panel."""
+def panels(
+    count: int, size: tuple[float, float], title: str, lines: int = 1, **options: Any
+) -> tuple[Any, Sequence[Any]]:
+    """(figure, its panels, `count` in each of the lines). size: inches. options: of Figure.subplots. Raises ValueError
+    for no panel."""
     from matplotlib.figure import Figure  # not for the processes of tests, which draw nothing
 
     if not count:
         raise ValueError("report: has no rows to draw")
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     figure.suptitle(title, fontsize="medium")
-    return figure, figure.subplots(1, count, squeeze=False, **options)[0]
+    return figure, list(figure.subplots(lines, count, squeeze=False, **options).flat)
 
 
 def lines(

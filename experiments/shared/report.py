@@ -12,7 +12,7 @@ def resumed(new: dict[str, Any], output: Path | None) -> dict[str, Any]:
     new one. The exit status is 1, with a line, if it is of others."""
     if output is None or not output.exists():
         return new
-    old = json.loads(output.read_text(encoding="utf-8"))
+    old, new = json.loads(output.read_text(encoding="utf-8")), json.loads(json.dumps(new))  # tuples become lists
     for name in ("commit", "trees", "gpu", "torch", "triton", "setup"):
         if old.get(name) != new[name]:
             sys.exit(f"error: {output.name} has {name} {old.get(name)}, expected {new[name]}; give another file, or "

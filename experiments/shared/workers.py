@@ -3,13 +3,11 @@
 import contextlib
 import multiprocessing
 import os
-import queue
 import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 STARTING_SECONDS = 240.0  # of a process' first call: it imports torch, and the GPU gets ready
@@ -39,76 +37,70 @@ def calls(
     (result, True), or (result, False) if its process must not go on. The environment variable WORKER is the number of
     its process, below `processes`.
     """
-    context, lock, results = multiprocessing.get_context("spawn"), threading.Lock(), queue.SimpleQueue()
-    tasks, running, ended = iter(tasks), {}, threading.Event()
-
-    def next_task() -> Sequence[int] | None:
-        with lock:
-            return None if ended.is_set() else next(tasks, None)
-
-    def start(place: int) -> Connection:
-        here, there = context.Pipe()
-        with lock:
-            if ended.is_set():
-                raise EOFError
-            running[place] = context.Process(target=_work, args=(there, function, arguments, place), daemon=True)
-            running[place].start()
-        there.close()
-        return here
-
-    def feed(place: int) -> None:
-        """The calls of one process, and of those that take its place."""
-        connection = None
-        try:
-            while (task := next_task()) is not None:
-                for number in task:
-                    seconds = limit if connection else limit + STARTING_SECONDS
-                    connection = connection or start(place)
-                    result, may_go_on = _ask(connection, running[place], number, seconds)
-                    results.put((number, result))
-                    if not may_go_on:
-                        _end(running[place])
-                        connection.close()
-                        connection = None
-        except Exception as error:
-            results.put(error)
-        if connection:
-            _end(running[place])
-        results.put(None)
-
-    threads = [threading.Thread(target=feed, args=(place,), daemon=True) for place in range(processes)]
+    tasks = iter(tasks)
+    places = [_Place((number for task in tasks for number in task), (function, arguments, n), limit)
+              for n in range(processes)]
     try:
-        for thread in threads:
-            thread.start()
-        for _ in threads:
-            while (result := results.get()) is not None:
-                if isinstance(result, Exception):
-                    raise result
-                yield result
+        busy = [place for place in places if place.begin()]
+        while busy:
+            seconds = min(place.deadline for place in busy) - time.monotonic()
+            wait([place.connection for place in busy], None if seconds == float("inf") else max(0.0, seconds))
+            for place in list(busy):
+                if place.connection.poll() or place.deadline <= time.monotonic():
+                    yield place.number, place.answer()
+                    if not place.begin():
+                        busy.remove(place)
     finally:
-        ended.set()
-        with lock:
-            for process in running.values():
-                _end(process)
+        for place in places:
+            place.end()
 
 
-def _ask(connection: Connection, process: Any, number: int, seconds: float) -> tuple[Any, bool]:
-    """(result, True if the process can go on) of a call."""
-    try:
-        connection.send(number)
-        if connection.poll(None if seconds == float("inf") else seconds):
-            return connection.recv()
-    except (EOFError, OSError):
-        process.join(10)
-        names = {-number.value: number.name for number in signal.Signals}
-        status = names.get(process.exitcode, f"status {process.exitcode}")
-        return ChildProcessError(f"the process died ({status})"), False
-    return TimeoutError(f"no result after {seconds:g} seconds"), False
+class _Place:
+    """A process that makes one call after the other, and those that take its place."""
 
+    def __init__(self, numbers: Iterator[int], arguments: tuple, limit: float):
+        self.numbers, self.arguments, self.limit = numbers, arguments, limit
+        self.process: Any = None
 
-def _end(process: Any) -> None:
-    process.kill()
-    process.join(30)  # no longer: one that hangs in a GPU's driver may never end
+    def begin(self) -> bool:
+        """Begin the next call; False if there is none."""
+        number = next(self.numbers, None)
+        if number is None:
+            return False
+        self.number, self.deadline = number, time.monotonic() + self.limit
+        if self.process is None:
+            context = multiprocessing.get_context("spawn")
+            self.connection, there = context.Pipe()
+            self.process = context.Process(target=_work, args=(there, *self.arguments), daemon=True)
+            self.process.start()
+            there.close()
+            self.deadline += STARTING_SECONDS
+        with contextlib.suppress(OSError):  # it died: its answer says so
+            self.connection.send(number)
+        return True
+
+    def answer(self) -> Any:
+        """Result of the call, which has ended or is overdue."""
+        result: Any = TimeoutError(f"no result after {self.limit:g} seconds")
+        may_go_on = False
+        try:
+            if self.connection.poll():
+                result, may_go_on = self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join(10)
+            names = {-number.value: number.name for number in signal.Signals}
+            status = names.get(self.process.exitcode, f"status {self.process.exitcode}")
+            result = ChildProcessError(f"the process died ({status})")
+        if not may_go_on:
+            self.end()
+        return result
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join(30)  # no longer: one that hangs in a GPU's driver may never end
+            self.connection.close()
+            self.process = None
 
 
 def _work(connection: Connection, function: Callable[..., Any], arguments: tuple, place: int) -> None:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import harness
+from benchmarks.harness import Run
 from language_models import corpus as corpora
 from language_models.corpus import Corpus, TrainingCrops, crops, held_out_starts
 from language_models.schemes import SCHEMES, attention_layer
@@ -43,11 +44,8 @@ from toy_lm.model import ByteLM, learning_rate_factor, next_byte_loss, parameter
 
 from studies import grid
 
-CELL = ("scheme", "seed")
-# learned RetNet rates are learned ALiBi with another start
-DEFAULT_SCHEMES = [name for name in SCHEMES if name != "retnet-learned"]
 OPTIONS = {
-    "schemes": (DEFAULT_SCHEMES, DEFAULT_SCHEMES, "what to compare", SCHEMES),
+    "schemes": (list(SCHEMES), list(SCHEMES), "what to compare", SCHEMES),
     "seeds": ([0, 1, 2], [0], "a model of each scheme for every seed", int),
     "data": (None, None, "folder of your own; each file or folder in it is a package; None: installed Python", Path),
     "corpus_bytes": (None, 4_000_000, "take packages up to this number of bytes; None: all", positive),
@@ -66,16 +64,18 @@ OPTIONS = {
     "folder": (ROOT / "runs/length_extrapolation",) * 2 + ("of the texts", Path),
     "output": (ROOT / "results/length_extrapolation.json", ROOT / "runs/length_extrapolation/cpu.json", "JSON file",
                Path),
+} | grid.OPTIONS
+# labels, of what the report of 45755f8 compared too: a decay per channel, by a product of rescaled queries and keys
+LABELS = {name: scheme.label for name, scheme in SCHEMES.items()} | {
+    "per-channel": "decay per channel (Wall)", "per-channel-scalar": "decay per channel and scalar decay",
 }
-
-
 # sizes of the model, its training and its reading; results with other ones are not put together
 SETTINGS = ("layers", "width", "heads", "context", "batch_size", "steps", "learning_rate", "lengths", "crops",
             "without_decay_up_to", "precision", "corpus_bytes")
 FIXED = {"weight_decay": 0.1, "clip": 1.0, "held_out": 0.15, "crops_per_file": 4}
 
 
-def check_options(options: Namespace) -> Iterator[str]:
+def check_options(options: Namespace, cuda: bool) -> Iterator[str]:
     if len(options.lengths) != len(options.crops):
         yield "--crops: expected as many numbers as --lengths"
     if any(length % options.context for length in options.lengths) or options.context % 2:
@@ -84,24 +84,29 @@ def check_options(options: Namespace) -> Iterator[str]:
         yield f"--heads: expected a divisor of the width, {options.width}"
 
 
-def begin(options: Namespace) -> tuple[dict[str, Any], list[tuple[str, int]], tuple]:
-    """Read the texts. Raises ValueError where they are too few."""
+def measure(run: Run) -> None:
+    """Read the texts, and train and read the models that the report lacks."""
+    options = run.options
     settings = Namespace(**{name: getattr(options, name) for name in SETTINGS}, **FIXED)
-    packages = corpora.installed() if options.data is None else corpora.in_folder(options.data)
-    held_out, most = settings.held_out, settings.corpus_bytes
-    corpus = corpora.build(packages, options.folder, held_out=held_out, most_bytes=most)
+    try:
+        packages = corpora.installed() if options.data is None else corpora.in_folder(options.data)
+        corpus = corpora.build(
+            packages, options.folder, held_out=settings.held_out, most_bytes=settings.corpus_bytes
+        )
+        texts = [len(held_out_starts(corpus, length + 1, count, settings.crops_per_file))
+                 for length, count in zip(settings.lengths, settings.crops, strict=True)]
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     said = corpus.description
     for side in (corpora.TRAINING, corpora.HELD_OUT):
         print(f"{said[side]['bytes']:,} bytes of {said[side]['packages']} packages {side}", flush=True)
-    for length, count in zip(settings.lengths, settings.crops, strict=True):
-        found = len(held_out_starts(corpus, length + 1, count, settings.crops_per_file))
-        print(f"{found} held-out texts of {length:,} bytes", flush=True)
-    setup = {
-        "setup": vars(settings) | {"sha256": said["sha256"]}, "settings": vars(settings), "corpus": said,
-        "edges": {str(length): bins(settings.context, length) for length in settings.lengths},
-    }
+    print(f"{texts} held-out texts of {settings.lengths} bytes", flush=True)
+    run.report |= {"settings": vars(settings), "corpus": said,
+                   "edges": {str(length): bins(settings.context, length) for length in settings.lengths}}
+    run.resume(**vars(settings), sha256=said["sha256"])
     cells = [(scheme, seed) for seed in options.seeds for scheme in options.schemes]
-    return setup, cells, (settings, options.folder, options.compile)
+    grid.fill(run, ("scheme", "seed"), cells, train, (settings, options.folder, options.compile), say)
+    print("\n".join(" | ".join(row) for row in cells_of_table(run.report)))
 
 
 def bins(context: int, length: int) -> list[int]:
@@ -132,7 +137,7 @@ def _text(folder: Path, device: str) -> tuple[Corpus, Tensor]:
 
 
 def train(cell: tuple[str, int], settings: Namespace, folder: Path, compiled: bool, device: str) -> dict[str, Any]:
-    """The row of one cell: its training, and its reading unless a loss was not finite."""
+    """The row of one cell: its training, and its reading. Raises FloatingPointError for a loss that is not finite."""
     (scheme, seed), (corpus, text) = cell, _text(folder, device)
     model = build_model(settings, scheme, seed).to(device)
     batches = TrainingCrops(corpus, text, settings.context, settings.batch_size, seed)
@@ -158,15 +163,15 @@ def train(cell: tuple[str, int], settings: Namespace, folder: Path, compiled: bo
             bits.append([step, float(torch.stack(losses).mean()) / math.log(2)])
             losses.clear()
             if not bits[-1][1] < math.inf:
-                return {"diverged": step, "parameters": None, "training": None, "reading": []}
+                raise FloatingPointError(f"the loss is not finite by step {step}")
     seconds = time.monotonic() - begun
     for block in model.blocks:
         block.__dict__.pop("feed_forward", None)
     every = -(-len(bits) // 100)
     rate = settings.steps * settings.batch_size * settings.context / seconds
     said = {"seconds": round(seconds, 2), "bytes_per_second": round(rate), "bits": bits[every - 1 :: every]}
-    return {"diverged": None, "training": said, "parameters": sum(p.numel() for p in model.parameters()),
-            "reading": list(read(model, scheme, settings, corpus, text))}
+    return {"training": said, "parameters": sum(p.numel() for p in model.parameters()),
+            "reading": list(read(model, SCHEMES[scheme].decay != "none", settings, corpus, text))}
 
 
 def build_model(settings: Namespace, scheme: str, seed: int) -> ByteLM:
@@ -174,8 +179,7 @@ def build_model(settings: Namespace, scheme: str, seed: int) -> ByteLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         sizes = settings.width, settings.heads
-        make = functools.partial(attention_layer, scheme, *sizes, context=settings.context)
-        return ByteLM(settings.layers, *sizes, make_attention=make)
+        return ByteLM(settings.layers, *sizes, make_attention=lambda: attention_layer(scheme, *sizes))
 
 
 def autocast(settings: Namespace, device: torch.device) -> torch.autocast:
@@ -187,33 +191,28 @@ _TOKENS = {"cuda": 2**18, "cpu": 2**13}
 
 
 @torch.no_grad()
-def read(model: ByteLM, scheme: str, settings: Namespace, corpus: Corpus, text: Tensor) -> Iterator[dict[str, Any]]:
+def read(model: ByteLM, decays: bool, settings: Namespace, corpus: Corpus, text: Tensor) -> Iterator[dict[str, Any]]:
     """Mean bits per byte over crops of held-out files, for every length that the scheme takes: with the whole crop
     before each byte, and in windows of the trained length, each half a window after the one before, where the second
     halves count. Both are of the same bytes, so their difference is the gain of the longer context.
 
-    bits: of every stretch of `bins`; None beyond the trained length for a scheme that takes no longer text. columns: of
-    every stretch of the table.
+    bits: of every stretch of `bins`. columns: of every stretch of the table.
     """
     model.eval()
-    chosen, context = SCHEMES[scheme], settings.context
+    context = settings.context
     for length, count in zip(settings.lengths, settings.crops, strict=True):
-        too_long = length > settings.without_decay_up_to and not chosen.decays
-        if too_long or (length > min(settings.lengths) and not chosen.any_length):
+        if length > settings.without_decay_up_to and not decays:
             continue
         starts = held_out_starts(corpus, length + 1, count, settings.crops_per_file)
         tokens = crops(text, starts, length + 1)
-        in_windows = losses_in_windows(model, tokens, settings).double()
-        whole = losses(model, tokens, settings).double() if chosen.any_length else in_windows[:, :context]
-        of_crops = {"bits": whole, "in_windows": in_windows}
-        found, shorter = whole.mean(0), max((other for other in settings.lengths if other < length), default=0)
+        of_crops = {"bits": losses(model, tokens, settings).double(),
+                    "in_windows": losses_in_windows(model, tokens, settings).double()}
+        mean, shorter = of_crops["bits"].mean(0), max((n for n in settings.lengths if n < length), default=0)
         yield {
             "length": length, "crops": len(starts),
-            "bits": [round(float(found[a:b].mean()), 5) if b <= len(found) else None
-                     for a, b in itertools.pairwise(bins(context, length))],
+            "bits": [round(float(mean[a:b].mean()), 5) for a, b in itertools.pairwise(bins(context, length))],
             "columns": [
-                {"begin": a, "end": b} | {key: float(x[:, a:b].mean(1).mean()) if b <= x.shape[1] else None
-                                          for key, x in of_crops.items()}
+                {"begin": a, "end": b} | {key: float(x[:, a:b].mean(1).mean()) for key, x in of_crops.items()}
                 for a, b in columns(context, length) if b > shorter
             ],
         }
@@ -244,46 +243,42 @@ def runs_of(report: dict[str, Any]) -> list[dict[str, Any]]:
     return report["runs"] if "runs" in report else report["rows"]
 
 
-def said(row: dict[str, Any]) -> str:
-    if row["diverged"] is not None:
-        return f"diverged by step {row['diverged']}"
-    known = [column for reading in row["reading"] for column in reading["columns"] if column["bits"] is not None]
+def say(row: dict[str, Any]) -> str:
+    known = (column for reading in row["reading"] for column in reading["columns"])
     return "bits per byte " + ", ".join(f"{column['bits']:.3f} to {kilo(column['end'])}" for column in known)
 
 
-def cells_of_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """(heading, a row per scheme): mean bits per byte over the seeds, and their range; a column "≤ C before" has the
-    same bytes with no more than the trained length before each."""
+def cells_of_table(report: dict[str, Any]) -> list[list[str]]:
+    """The heading, and a row per scheme: mean bits per byte over the seeds, and their range; a column "≤ C before" has
+    the same bytes with no more than the trained length before each."""
     context = report["settings"]["context"]
     stretches = [(a, b, key) for a, b in columns(context, max(report["settings"]["lengths"]))
                  for key in ("bits", *["in_windows"] * (a >= context))]
-    head = ["bits per byte"]
-    head += [f"{kilo(a)}–{kilo(b)}" + f", ≤ {kilo(context)} before" * (key == "in_windows") for a, b, key in stretches]
-    rows = []
-    for name in SCHEMES:
-        own = [run for run in runs_of(report) if run["scheme"] == name]
-        diverged = sum(run["diverged"] is not None for run in own)
-        cells = [SCHEMES[name].label + (f" ({diverged} of {len(own)} diverged)" if diverged else "")]
-        for a, b, key in stretches:
-            values = [column[key] for run in own for row in run["reading"] for column in row["columns"]
-                      if (column["begin"], column["end"]) == (a, b) and column[key] is not None]
-            mean = f"{statistics.fmean(values):.3f}" if values else "–"
-            cells.append(mean + (f" ({min(values):.3f}–{max(values):.3f})" if len(values) > 1 else ""))
-        rows += [cells] * bool(own)
-    return head, rows
+    found: dict[tuple, list[float]] = {}
+    for run in runs_of(report):
+        for column in (column for row in run["reading"] for column in row["columns"]):
+            for key in ("bits", "in_windows"):
+                if column[key] is not None:
+                    found.setdefault((run["scheme"], column["begin"], column["end"], key), []).append(column[key])
 
+    def cell(values: list[float]) -> str:
+        spread = f" ({min(values):.3f}–{max(values):.3f})" if len(values) > 1 else ""
+        return f"{statistics.fmean(values):.3f}{spread}" if values else "–"
 
-def table(report: dict[str, Any]) -> str:
-    head, rows = cells_of_table(report)
-    return "\n".join(" | ".join(row) for row in [head, *rows])
+    head = [f"{kilo(a)}–{kilo(b)}" + f", ≤ {kilo(context)} before" * (key == "in_windows") for a, b, key in stretches]
+    there = {name for name, *_ in found}
+    return [["bits per byte", *head],
+            *([label, *(cell(found.get((name, *at), [])) for at in stretches)] for name, label in LABELS.items()
+              if name in there)]
 
 
 # colour-blind safe (Okabe and Ito); the broken lines are schemes that have no decay that the kernels know
 COLOURS = {
     "scalar": "#d55e00", "rotary-scalar": "#cc79a7", "alibi-learned": "#0072b2", "alibi": "#56b4e9",
-    "retnet": "#009e73", "retnet-learned": "#007a5a", "rotary": "#000000", "none": "#999999",
-    "per-channel": "#e69f00", "per-channel-scalar": "#b8860b",
+    "retnet": "#009e73", "rotary": "#000000", "none": "#999999", "per-channel": "#e69f00",
+    "per-channel-scalar": "#b8860b",
 }
+BROKEN = ("rotary", "none", "per-channel")
 
 
 def draw(report: dict[str, Any]) -> Any:
@@ -307,14 +302,14 @@ def _panel(axes: Any, report: dict[str, Any], length: int) -> None:
     context = report["settings"]["context"]
     read = [(run["scheme"], row) for run in runs_of(report) for row in run["reading"] if row["length"] == length]
     within, lowest = [], np.inf
-    for name, scheme in SCHEMES.items():
+    for name, label in LABELS.items():
         curves = [row["bits"] for of, row in read if of == name]
         if not curves:
             continue
         positions, of_seeds = coarser(np.array(report["edges"][str(length)]), np.array(curves, dtype=float))
         mean = of_seeds.mean(0)
-        style = "-" if scheme.decays else "--"
-        axes.plot(positions, mean, style, color=COLOURS[name], label=scheme.label, linewidth=1.6)
+        style = "--" if name in BROKEN else "-"
+        axes.plot(positions, mean, style, color=COLOURS[name], label=label, linewidth=1.6)
         axes.fill_between(positions, of_seeds.min(0), of_seeds.max(0), color=COLOURS[name], alpha=0.2, linewidth=0)
         within += mean[(positions > context / 4) & (positions <= context)].tolist()
         lowest = min(lowest, np.nanmin(mean))
@@ -344,4 +339,4 @@ def coarser(edges: np.ndarray, curves: np.ndarray, per_octave: int = 6) -> tuple
 
 
 if __name__ == "__main__":
-    sys.exit(grid.main(sys.modules[__name__]))
+    sys.exit(harness.main(sys.modules[__name__]))

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import harness
 from language_models.schemes import attention_layer
 from shared.options import positive
 from shared.plots import frame, legend_entries
@@ -51,7 +52,6 @@ class Shape(NamedTuple):
         return f"{self.length},{self.pairs},{self.sequences}"
 
 
-CELL = ("task", "mode", "width")
 TASKS = ("recall", "forgetting")
 # names of the modes in figures
 MODES = {
@@ -99,10 +99,10 @@ OPTIONS = {
     "weight_decay": (0.1, 0.1, "of the projections"),
     "backend": ("auto", "reference", "of decay_attention", registry.NAMES),
     "output": (ROOT / "results/recall.json", None, "JSON file that cells are kept in; None: printed only", Path),
-}
+} | grid.OPTIONS
 
 
-def check_options(options: Namespace) -> Iterator[str]:
+def check_options(options: Namespace, cuda: bool) -> Iterator[str]:
     if any(width % (2 * options.heads) for width in options.widths):
         yield f"--widths: expected multiples of 2 · heads = {2 * options.heads}, got {options.widths}"
     least = 2 * max((shape.pairs for shape in options.shapes), default=0) + 2
@@ -110,13 +110,16 @@ def check_options(options: Namespace) -> Iterator[str]:
         yield f"--vocabulary: expected at least 2 · pairs + 2 = {least}, got {options.vocabulary}"
 
 
-def begin(options: Namespace) -> tuple[dict[str, Any], list[tuple[str, str, int]], tuple]:
+def measure(run: harness.Run) -> None:
     """All modes of a setting are consecutive: a grid that is cut off compares what it has."""
+    options = run.options
     # a step is a CUDA graph on a GPU, where launching its kernels takes longer than they do
-    given = vars(options) | {"seeds": list(range(options.seeds)), "graph": torch.cuda.is_available()}
+    given = vars(options) | {"seeds": list(range(options.seeds)), "graph": run.device == "cuda"}
     setup = Namespace(**{name: given[name] for name in SETUP})
-    grid_of = itertools.product(options.widths, options.tasks, options.modes)
-    return {"setup": vars(setup)}, [(task, mode, width) for width, task, mode in grid_of], (setup,)
+    run.resume(**vars(setup))
+    cells = [(task, mode, width) for width, task, mode in
+             itertools.product(options.widths, options.tasks, options.modes)]
+    grid.fill(run, ("task", "mode", "width"), cells, train, (setup,), said)
 
 
 FILLER = 0
@@ -352,12 +355,6 @@ def said(row: dict[str, Any]) -> str:
     return f"right at rate {chosen.rate:g}: {cells}, {row['seconds']:.1f} s"
 
 
-def table(report: dict[str, Any]) -> str:
-    """A line per cell: accuracy by shape, mean over seeds."""
-    return "\n".join(f"{row['task']:10} d{row['width']:<4} {row['mode']:14} {said(row)}" for row in
-                     in_order(report["rows"]))
-
-
 def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """By task, width and mode."""
     modes = list(MODES)
@@ -366,25 +363,24 @@ def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def draw(result: dict[str, Any]) -> Any:
     """Accuracy by shape: a row of panels per task, a column per width; shaded from the least seed to the most."""
-    from matplotlib.figure import Figure
-
     rows = result["rows"]
     tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
     columns = sorted({row["width"] for row in rows})
-    figure = Figure(figsize=(max(9.0, 1.0 + 4.5 * len(columns)), 1.6 + 2.7 * len(tasks)), dpi=150, layout="constrained")
-    panels = figure.subplots(len(tasks), len(columns), squeeze=False, sharey=True)
-    for (at, task), (column, width) in itertools.product(enumerate(tasks), enumerate(columns)):
-        panel = panels[at][column]
+    where = f"{result['gpu'] or 'CPU'}, torch {result['torch']}"
+    title = f"Associative recall, seeds: {len(result['setup']['seeds'])}, {where}"
+    size = (max(9.0, 1.0 + 4.5 * len(columns)), 1.6 + 2.7 * len(tasks))
+    figure, panels = harness.panels(len(columns), size, title, lines=len(tasks), sharey=True)
+    for panel, (task, width) in zip(panels, itertools.product(tasks, columns), strict=True):
         _draw_panel(panel, [row for row in rows if (row["task"], row["width"]) == (task, width)])
         if task == "forgetting":  # one of the two values of a key, whichever
             panel.axhline(0.5, color="black", linewidth=0.8, linestyle=":")
         panel.set_title(f"{task}, width {width}", fontsize="small")
-        panels[at][0].set_ylabel("queries answered rightly")
-        panels[-1][column].set_xlabel("tokens, key-value pairs")
-    handles = legend_entries(panels.flat)
+    for panel in panels[:: len(columns)]:
+        panel.set_ylabel("queries answered rightly")
+    for panel in panels[-len(columns) :]:
+        panel.set_xlabel("tokens, key-value pairs")
+    handles = legend_entries(panels)
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
-    where = f"{result['gpu'] or 'CPU'}, torch {result['torch']}"
-    figure.suptitle(f"Associative recall, seeds: {len(result['setup']['seeds'])}, {where}", fontsize="medium")
     return figure
 
 
@@ -404,4 +400,4 @@ def _draw_panel(panel: Any, rows: list[dict[str, Any]]) -> None:
 if __name__ == "__main__":
     # processes that wait for a GPU do not spin; before they start
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    sys.exit(grid.main(sys.modules[__name__]))
+    sys.exit(harness.main(sys.modules[__name__]))
