@@ -2,7 +2,6 @@
 
     python experiments/benchmarks/context.py                           # on all GPUs of a machine: tables, JSON, a plot
     python experiments/benchmarks/context.py --lengths                 # equality with one process alone, no speeds
-    torchrun --nproc-per-node 2 experiments/benchmarks/context.py      # the same, started by torchrun
     python experiments/benchmarks/context.py --simulate results/benchmark_context.json    # 8, 64 and 512 GPUs, on paper
 
 A causal layer's attention, forward and backward, over T tokens. "halo" and "heads" on all ranks are compared with one
@@ -37,36 +36,32 @@ import io
 import itertools
 import json
 import math
-import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from shared.plots import frame
 from shared.provenance import ROOT, command_line
+from shared.ranks import on_ranks, whole_attention
 from shared.report import write
 
 from benchmarks import harness
-from benchmarks.harness import DTYPES, Prepared, Run, Timings
+from benchmarks.harness import DTYPES, Case, Prepared, Run, Timings
 from decayattn import decay_attention
 from decayattn.backends import registry
 from decayattn.distributed import context_parallel_attention
-from decayattn.nn.decay import alibi_log_decay
 from decayattn.testing import Comparison, verify_attention, verify_attention_varlen
 
 MODES = ("halo", "heads")
 OPTIONS = {
-    "ranks": (max(1, torch.cuda.device_count()), 2, "processes, one for each GPU; torchrun has its own number"),
+    "ranks": (max(1, torch.cuda.device_count()), 2, "processes, one for each GPU"),
     "lengths": ([32768, 65536, 131072, 262144, 524288], [320], "sequence lengths T over all ranks; none: equality"),
     "heads": (32, 2, "query heads H"),
     "kv_heads": (8, 1, "key and value heads H_kv"),
@@ -103,80 +98,49 @@ def check_options(options: argparse.Namespace, cuda: bool) -> Iterator[str]:
                 float(decay)
             except ValueError:
                 yield f"--decays: expected none, alibi or a number, got {decay!r}"
-    if cuda and "RANK" not in os.environ and not options.simulate and torch.cuda.device_count() < options.ranks:
-        yield f"--ranks: expected at most {torch.cuda.device_count()}, the GPUs that are here, got {options.ranks}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status is 1 if anything is wrong."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    own = sys.modules[__name__]
-    options = harness.parse(own, argv)
+    options = harness.parse(sys.modules[__name__], argv)
     if options.draw:
-        return harness.main(own, argv)
+        return harness.main(sys.modules[__name__], argv)
     if options.simulate:
         return simulate(json.loads(options.simulate.read_text(encoding="utf-8")), options, argv)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        rank, options.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return work(rank, int(os.environ.get("LOCAL_RANK", rank)), "env://", options, argv)
-    with tempfile.TemporaryDirectory() as folder:
-        statuses = mp.get_context("spawn").Array("i", [1] * options.ranks)
-        mp.spawn(_spawned, (f"file://{Path(folder, 'store')}", options, argv, statuses), nprocs=options.ranks)
-        return max(statuses)
+    return on_ranks(work, options.ranks, harness.machine()[0], options.limit, options, argv)
 
 
-def _spawned(rank: int, store: str, options: argparse.Namespace, argv: list[str], statuses: Any) -> None:
-    statuses[rank] = work(rank, rank, store, options, argv)
-
-
-def work(rank: int, device: int, store: str, options: argparse.Namespace, argv: list[str]) -> int:
+def work(rank: int, options: argparse.Namespace, argv: list[str]) -> int:
     """Run one rank; the first one prints and writes."""
-    cuda = harness.machine()[0] == "cuda"
-    torch.set_num_threads(1)
-    if cuda:
-        torch.cuda.set_device(device)
-    limit = timedelta(seconds=options.limit)
-    dist.init_process_group("nccl" if cuda else "gloo", store, limit, options.ranks, rank)
-    quiet = contextlib.nullcontext()
-    if rank:
-        options.output, quiet = None, contextlib.redirect_stdout(io.StringIO())
-    try:
-        with quiet:
-            return harness.run_all(sys.modules[__name__], options, argv)
-    finally:
-        dist.destroy_process_group()
+    with contextlib.redirect_stdout(io.StringIO()) if rank else contextlib.nullcontext():
+        options.output = None if rank else options.output
+        return harness.run_all(sys.modules[__name__], options, argv)
 
 
 def measure(run: Run) -> None:
-    """The equality tables, then every workload that the report lacks."""
+    """The equality cases, then every workload that the report lacks."""
     options, group = run.options, dist.group.WORLD
     # every rank goes on with the report of the first one, which may have written it
-    everyone: list[Any] = [None]
     if dist.get_rank() == 0:
         run.resume(**{name: getattr(options, name) for name in SAME})
-        everyone = [run.report]
+    everyone = [run.report]
     dist.broadcast_object_list(everyone)
-    run.report = everyone[0]
-    run.report["ranks"] = options.ranks
+    run.report = everyone[0] | {"ranks": options.ranks}
     if run.timed and "bandwidth" not in run.report:
         run.report["bandwidth"] = bandwidth(group)
         print(f"all-to-all: a rank receives {run.report['bandwidth'] / 1e9:.0f} GB/s")
     sizes = options.heads, options.kv_heads, options.head_dim
     checked = {check["dtype"] for check in run.report["checks"]}
-    for dtype in dict.fromkeys([options.dtype, "float32"]):
-        if dtype not in checked:
-            print(f"\n{options.ranks} ranks and one process, T{options.check_length}, {dtype}: error over budget")
-            for mode, case, comparisons in equality(
-                group, options.check_length, *sizes, dtype, options.backend, options.seed
-            ):
-                ratios = {c.name: c.error / c.budget if c.budget else None for c in comparisons}
-                errors = {c.name: {"over_budget": ratios[c.name], "relative": c.relative_error} for c in comparisons}
-                run.report["checks"].append({"mode": mode, "case": case, "dtype": dtype, "errors": errors})
-                said = "  ".join(f"{name} {x or math.nan:.2f}" for name, x in ratios.items())
-                print(f"  {mode:6}{case:16}{said}", flush=True)
-                for c in comparisons:
-                    if not c.passed:
-                        run.missing("wrong", f"{c.name} {c.verdict}", case=f"{mode}, {case}, {dtype}")
+    for dtype in [dtype for dtype in dict.fromkeys([options.dtype, "float32"]) if dtype not in checked]:
+        print(f"\n{options.ranks} ranks and one process, T{options.check_length}, {dtype}")
+        for mode, case, comparisons in equality(
+            group, options.check_length, *sizes, dtype, options.backend, options.seed
+        ):
+            run.passed(comparisons, mode=mode, case=case, dtype=dtype)
+            run.report["checks"][-1]["errors"] = {
+                c.name: {"over_budget": c.error / c.budget if c.budget else None, "relative": c.relative_error}
+                for c in comparisons}
     run.save()
     measured = {(row["length"], row["decay"]) for row in run.report["rows"]}
     todo = [Workload(length, *sizes, options.dtype, decay) for length in options.lengths for decay in options.decays]
@@ -206,17 +170,12 @@ class Workload(NamedTuple):
         return self.length // ranks * (ranks - 1) * row
 
     def inputs(self, device: str, seed: int) -> dict[str, Tensor]:
-        """q, k, v, grad_out (1, T, heads, D), normal, and log_decay, uniform in [2m, 0] around a mean m; the same on
-        every rank."""
-        options: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
-        heads = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads, "grad_out": self.heads}
-        found = {name: torch.randn(1, self.length, number, self.head_dim, **options).to(DTYPES[self.dtype])
-                 for name, number in heads.items()}
-        if self.decay == "alibi":
-            found["log_decay"] = torch.tensor(alibi_log_decay(self.heads), device=device)
-        elif self.decay != "none":
-            found["log_decay"] = 2 * float(self.decay) * torch.rand(1, self.length, self.heads, **options)
-        return found
+        """Those of a Case, the same on every rank."""
+        drawn = self.decay not in RATES
+        decay = "scalar" if drawn else {"none": "none", "alibi": "constant"}[self.decay]
+        case = Case(1, self.heads, self.length, self.head_dim, self.dtype, decay, float(self.decay) if drawn else 0.0,
+                    kv_heads=self.kv_heads, rates="alibi" if self.decay == "alibi" else "uniform")
+        return case.inputs(device, seed)
 
 
 def slice_of(length: int, group: dist.ProcessGroup) -> slice:
@@ -361,7 +320,8 @@ def equality(
 ) -> Iterator[tuple[str, str, list[Comparison]]]:
     """(mode, case, comparisons): out, lse and every gradient of a sequence over all ranks within the budget of one
     process."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, ranks = "cuda" if torch.cuda.is_available() else "cpu", dist.get_world_size(group)
+    lengths = [length // ranks] * (ranks - 1) + [length - length // ranks * (ranks - 1)]
     for case, mode in itertools.product(CASES, MODES):
         mean = {"none": "none", "scalar, strong": "-1"}.get(case, "-0.02")
         inputs = Workload(length, heads, kv_heads, head_dim, dtype, mean).inputs(device, seed)
@@ -378,7 +338,7 @@ def equality(
             options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "heads": [(0, 0), (2, heads - 1), (3, 1)]}
             inputs = {name: x[0] for name, x in inputs.items()}
         verify = verify_attention_varlen if case == "packed" else verify_attention
-        yield mode, case, verify(**inputs, attend=whole_attention(group, mode, length), **options)
+        yield mode, case, verify(**inputs, attend=whole_attention(group, mode, lengths), **options)
 
 
 def differences(call: Prepared, whole: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, float]:
@@ -400,65 +360,6 @@ def objection(errors: dict[str, float], dtype: str) -> str:
     as those of dλ, lose more in any order."""
     allowed = 2 * max(torch.finfo(DTYPES[dtype]).eps, 16 * torch.finfo(torch.float32).eps)
     return ", ".join(f"{name} by {error:.1e}" for name, error in errors.items() if not error <= allowed)
-
-
-def whole_attention(group: dist.ProcessGroup, mode: str, length: int) -> Callable[..., tuple[Tensor, Tensor]]:
-    """(out, lse) of whole tensors, as decay_attention and decay_attention_varlen; every rank attends to its slice.
-
-    All ranks get all results, and the gradients of one loss of the whole results.
-    """
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    part = length // ranks
-    lengths = [part] * (ranks - 1) + [length - part * (ranks - 1)]
-    mine = slice(rank * part, rank * part + lengths[rank])
-
-    def attend(
-        *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-        **given: Any,
-    ) -> tuple[Tensor, Tensor]:
-        packed = cu_seqlens_q is not None
-        given = {name: x for name, x in given.items() if x is not None}
-        if packed:
-            del given["cu_seqlens_k"]
-            given |= {"cu_seqlens": cu_seqlens_q, "max_seqlen": max(given.pop(f"max_seqlen_{of}") for of in "qk")}
-        own = [None if x is None else _Shared.apply(x[None] if packed and x.ndim > 1 else x, group)
-               for x in (q, k, v, log_decay)]
-        own = [x[:, mine] if x is not None and x.ndim > 1 else x for x in own]
-        out, lse = context_parallel_attention(*own, group=group, mode=mode, lengths=lengths, **given)
-        out, lse = _Joined.apply(out, 1, mine, group), _Joined.apply(lse, 2, mine, group)
-        return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
-
-    return attend
-
-
-class _Shared(torch.autograd.Function):
-    """A tensor that all ranks have; its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
-class _Joined(torch.autograd.Function):
-    """The ranks' consecutive parts, of any lengths, as one tensor; the gradient of a rank's part is its slice."""
-
-    @staticmethod
-    def forward(ctx, part, axis, mine, group):
-        ctx.at = (slice(None),) * axis + (mine,)
-        pieces: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(pieces, part.detach().cpu(), group=group)
-        return torch.cat([piece.to(part.device) for piece in pieces], axis)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient[ctx.at], None, None, None
 
 
 def calculated(

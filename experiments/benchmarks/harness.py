@@ -23,10 +23,12 @@ from shared.report import resumed, write
 from torch import Tensor
 
 from decayattn import decay_attention
+from decayattn.nn.decay import alibi_log_decay, retnet_log_decay
 from decayattn.testing import Comparison, format_table
 
 DECAYS = ("scalar", "constant", "none")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+PRESETS = {"alibi": alibi_log_decay, "retnet": retnet_log_decay}
 DIRECTIONS = ("forward", "backward")
 # a backward has five matrix products per pair of query and key where a forward has two, all alike if D_v = D
 BACKWARD_WORK = 2.5
@@ -48,7 +50,8 @@ class Case:
     """One self-attention problem; decay is "scalar", "constant" or "none" as in decay_attention.
 
     deviation: the standard deviation of the logits, q·k / √D. value_dim: D_v; None for D. row_scales: every row has a
-    scale of its own, which only ours take.
+    scale of its own, which only ours take. kv_heads: H_kv; None for H. rates: "uniform" around the mean, "alibi" or
+    "retnet" of a constant decay, or "none to speak of", −10⁻⁶ at every token, which decays nothing.
     """
 
     batch: int
@@ -62,12 +65,15 @@ class Case:
     deviation: float = 1.0
     value_dim: int | None = None
     row_scales: bool = False
+    kv_heads: int | None = None
+    rates: str = "uniform"
 
     def __str__(self) -> str:
         more = "" if self.value_dim is None else f" D_v{self.value_dim}"
         more += "" if self.causal else ", not causal"
         more += ", a scale per row" if self.row_scales else ""
         more += "" if self.deviation == 1 else f", logits of deviation {self.deviation:g}"
+        more += "" if self.rates == "uniform" else f", {self.rates}"
         return f"B{self.batch} H{self.heads} T{self.length} D{self.head_dim} {self.dtype}, decay {self.decay}{more}"
 
     def tflops(self, direction: str, milliseconds: float) -> float:
@@ -78,26 +84,31 @@ class Case:
         return 2 * self.batch * self.heads * pairs * products / milliseconds / 1e9
 
     def inputs(self, device: str, seed: int) -> dict[str, Tensor]:
-        """q, k (B, T, H, D), v, grad_out (B, T, H, D_v), normal, and log_decay unless the case has none.
+        """q, grad_out (B, T, H, ·), k, v (B, T, H_kv, ·), normal, and log_decay unless the case has none.
 
         q and k are as large as the logits ask. Scalar log-decays (B, T, H) are uniform in [2m, 0], m the case's mean
         log-decay; constant ones (H,) spread evenly over that interval. Scales of rows (B, T, H) are uniform in
         [½, 1½] / √D.
         """
         generator = torch.Generator(device).manual_seed(seed)
-        shape = (self.batch, self.length, self.heads)
-        keys, values = (self.deviation**0.5, self.head_dim), (1.0, self.value_dim or self.head_dim)
+        shape, heads, kv_heads = (self.batch, self.length), self.heads, self.kv_heads or self.heads
+        size, value_dim = self.deviation**0.5, self.value_dim or self.head_dim
         found = {
-            name: (size * torch.randn(*shape, dim, generator=generator, device=device)).to(DTYPES[self.dtype])
-            for name, (size, dim) in {"q": keys, "k": keys, "v": values, "grad_out": values}.items()
+            name: (size * torch.randn(*shape, *rest, generator=generator, device=device)).to(DTYPES[self.dtype])
+            for name, size, rest in (("q", size, (heads, self.head_dim)), ("k", size, (kv_heads, self.head_dim)),
+                                     ("v", 1.0, (kv_heads, value_dim)), ("grad_out", 1.0, (heads, value_dim)))
         }
-        if self.decay == "scalar":
-            found["log_decay"] = 2 * self.mean_log_decay * torch.rand(shape, generator=generator, device=device)
+        if self.rates in PRESETS:
+            found["log_decay"] = torch.tensor(PRESETS[self.rates](heads), device=device)
+        elif self.decay == "scalar":
+            uniform = torch.rand(*shape, heads, generator=generator, device=device)
+            weak = self.rates == "none to speak of"
+            found["log_decay"] = torch.full_like(uniform, -1e-6) if weak else 2 * self.mean_log_decay * uniform
         elif self.decay == "constant":
-            spread = (torch.arange(self.heads, device=device) + 0.5) / self.heads
-            found["log_decay"] = 2 * self.mean_log_decay * spread
+            found["log_decay"] = 2 * self.mean_log_decay * (torch.arange(heads, device=device) + 0.5) / heads
         if self.row_scales:
-            found["scale"] = (torch.rand(shape, generator=generator, device=device) + 0.5) / self.head_dim**0.5
+            uniform = torch.rand(*shape, heads, generator=generator, device=device)
+            found["scale"] = (uniform + 0.5) / self.head_dim**0.5
         return found
 
 
@@ -396,6 +407,9 @@ def parse(module: Any, argv: Sequence[str]) -> Namespace:
     options = parser.parse_args(argv)
     if getattr(options, "dtype", None) == "bfloat16" and not cuda:
         parser.error("--dtype: expected float16 or float32, got bfloat16: Triton's interpreter multiplies it wrongly")
+    for name in ("ranks", "devices"):
+        if cuda and getattr(options, name, 0) > torch.cuda.device_count():
+            parser.error(f"--{name}: expected at most {torch.cuda.device_count()}, the GPUs of this machine")
     for wrong in getattr(module, "check_options", lambda *_: ())(options, cuda):
         parser.error(wrong)
     return options

@@ -22,13 +22,13 @@ run keeps its results.
 import argparse
 import copy
 import functools
+import itertools
 import math
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from toy_lm.model import BYTES, ByteLM
 
 from benchmarks import harness
-from benchmarks.harness import BACKWARD_WORK, DECAYS, DIRECTIONS, DTYPES, Case, Parts, Prepared, Run, Timings, spread
+from benchmarks.harness import BACKWARD_WORK, DECAYS, DTYPES, Case, Parts, Prepared, Run, Timings, spread
 from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen
 from decayattn.backends import registry
 from decayattn.nn import CapturedStep, DecayCache, ScalarDecay
@@ -81,15 +81,9 @@ OPTIONS = {
 
 def measure(run: Run) -> None:
     """Every part that was asked for."""
-    cuda = run.device == "cuda"
-    run.report |= {
-        "device": torch.cuda.get_device_name() if cuda else f"CPU {platform.processor() or platform.machine()}",
-        "packed": [], "decode": [], "generate": [], "stream": None,
-    }
+    run.report |= {"device": run.report["gpu"] or "CPU", "packed": [], "decode": [], "generate": [], "stream": None}
     for part in dict.fromkeys(run.options.what):
         PARTS[part](run)
-        if cuda:
-            torch.cuda.empty_cache()
         run.save()
 
 
@@ -149,7 +143,6 @@ class Workload:
         return verify(**inputs, heads=sorted(judged), **self.options(backend, inputs["q"].device.type))
 
     def prepare(self, inputs: dict[str, Tensor], backend: str, device: str) -> Prepared:
-        """The call with its tensors, those that require gradients."""
         attend = decay_attention_varlen if self.packed else decay_attention
         return harness.prepare(functools.partial(attend, **self.options(backend, device)), inputs)
 
@@ -206,13 +199,12 @@ def packed_rows(chosen: dict[str, Workload], timings: Timings) -> Iterator[dict[
               for (name, way), times in timings.items()}
     for (name, direction), times in timings.items():
         workload, speed = chosen[name], speeds[name, direction]
-        flops = workload.flops(direction)
         dense, alike = speeds.get((DENSE, direction)), speeds.get((ALIKE, direction))
-        yield spread(times) | spread([flops / ms / 1e9 for ms in times], "tflops") | {
+        yield spread(times) | {
             "workload": name, "case": str(workload), "direction": direction, "heads": workload.heads,
             "head_dim": workload.head_dim, "dtype": workload.dtype, "sequences": len(workload.lengths),
-            "tokens": sum(workload.lengths), "left": workload.left, "flops": flops, "tflops": speed,
-            "ratio_to_dense": speed / dense if dense else None,
+            "tokens": sum(workload.lengths), "left": workload.left, "flops": workload.flops(direction),
+            "tflops": speed, "ratio_to_dense": speed / dense if dense else None,
             "ratio_to_alike": speed / alike if alike and workload.packed else None,
         }
 
@@ -339,12 +331,11 @@ def decode_rows(step: Step, copied: int, times: dict[str, list[float]]) -> Itera
         moved = copied if name == COPY else step.bytes_read(name.removesuffix(PAGED))
         row = asdict(step) | {"decay": name, "bytes": moved} | spread(values)
         speed = moved / row["ms"] / 1e6
-        yield row | spread([moved / ms / 1e6 for ms in values], "gigabytes_per_second") | {
-            "gigabytes_per_second": speed, "ratio_to_copy": speed / copy_speed}
+        yield row | {"gigabytes_per_second": speed, "ratio_to_copy": speed / copy_speed}
 
 
 MODES = ("recompute", "cache", "captured", "evict")
-# The check's oracle holds the scores of this many tokens in float64. Evictions that come later are not in the check.
+# the check's oracle holds the scores of this many tokens in float64. Evictions that come later are not in the check.
 MOST_CHECKED_TOKENS = 8192
 # of the checked tokens, those that come one by one; their logits are compared
 CHECKED_STEPS = 16
@@ -366,16 +357,20 @@ def build_model(
     return model.to(device, dtype).requires_grad_(False)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Eviction:
-    """DecayCache.evict after every `every` new tokens, at a tolerance."""
+    """DecayCache.evict after every `every` new tokens, at a tolerance. lengths: tokens of the longest cache, before and
+    after each."""
 
     every: int
     tolerance: float
+    lengths: list[tuple[int, int]] = field(default_factory=list, init=False)
 
     def __call__(self, model: ByteLM, caches: Sequence[DecayCache]) -> None:
+        before = longest(caches)
         for block, cache in zip(model.blocks, caches, strict=True):
             cache.evict(self.tolerance, block.attention.score_bound())
+        self.lengths.append((before, longest(caches)))
 
 
 def held_bound(model: ByteLM, eviction: Eviction) -> int:
@@ -394,41 +389,32 @@ def held_bound(model: ByteLM, eviction: Eviction) -> int:
     return max(bounds) + 1  # 1 for roundings
 
 
-class Writer:
-    """Writes text with a cache per layer that holds `room` tokens, or without: each step then reads the text so far.
+def write(
+    model: ByteLM, prompt: Tensor, caches: list[DecayCache] | None = None, eviction: Eviction | None = None,
+    captured: bool = False,
+) -> Iterator[Tensor]:
+    """The likeliest token (1, 1) after the prompt, then the one after that, and so on.
 
-    Evictions begin after the prompt. `lengths`: the longest cache's tokens before and after each later one. captured:
-    the steps are a CUDA graph's.
+    Without caches each step reads the text so far. Evictions begin after the prompt. captured: the steps are a CUDA
+    graph's.
     """
+    new, text = greedy(model(prompt, caches)), prompt
 
-    def __init__(
-        self, model: ByteLM, prompt: Tensor, room: int = 0, eviction: Eviction | None = None, captured: bool = False
-    ):
-        self.model, self.eviction, self.text = model, eviction, prompt
-        self.caches = model.make_caches(len(prompt), room) if room else None
-        self.new = greedy(model(prompt, self.caches))
-        self.steps = 0
-        self.lengths: list[tuple[int, int]] = []
-        if eviction:
-            eviction(model, self.caches)
-        self.next: Callable[[Tensor], Tensor] = self._cached if room else self._recomputed
-        if captured:
-            self.next = CapturedStep(self._cached, self.caches, self.new)
+    def step(new: Tensor) -> Tensor:
+        return greedy(model(new, caches))
 
-    def _cached(self, new: Tensor) -> Tensor:
-        return greedy(self.model(new, self.caches))
-
-    def _recomputed(self, new: Tensor) -> Tensor:
-        self.text = torch.cat([self.text, new], 1)
-        return greedy(self.model(self.text))
-
-    def step(self) -> None:
-        self.new = self.next(self.new)
-        self.steps += 1
-        if self.eviction and self.steps % self.eviction.every == 0:
-            before = longest(self.caches)
-            self.eviction(self.model, self.caches)
-            self.lengths.append((before, longest(self.caches)))
+    if eviction:
+        eviction(model, caches)
+    take = CapturedStep(step, caches, new) if captured else step
+    for written in itertools.count(1):
+        yield new
+        if caches:
+            new = take(new)
+        else:
+            text = torch.cat([text, new], 1)
+            new = greedy(model(text))
+        if eviction and written % eviction.every == 0:
+            eviction(model, caches)
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -512,22 +498,22 @@ def time_modes(model: ByteLM, prompt: Tensor, count: int, rounds: int, eviction:
 
     One more round before them compiles, and is not counted.
     """
-    length = prompt.shape[1]
-    room = max(length, held_bound(model, eviction)) + eviction.every
-    start: dict[str, Callable[[], Writer]] = {
-        "recompute": lambda: Writer(model, prompt),
-        "cache": lambda: Writer(model, prompt, length + count),
-        "captured": lambda: Writer(model, prompt, length + count, captured=True),
-        "evict": lambda: Writer(model, prompt, room, eviction, captured=True),
-    }
+    room = {"cache": prompt.shape[1] + count, "captured": prompt.shape[1] + count,
+            "evict": max(prompt.shape[1], held_bound(model, eviction)) + eviction.every}
 
-    def seconds(writer: Writer) -> float:
+    def begun(mode: str) -> list[tuple[str, Iterator[Tensor]]]:
+        writer = write(model, prompt, model.make_caches(1, room[mode]) if mode in room else None,
+                       eviction if mode == "evict" else None, mode in ("captured", "evict"))
+        next(writer)
+        return [("", writer)]
+
+    def seconds(writer: Iterator[Tensor]) -> float:
         began = clock(prompt)
         for _ in range(count):
-            writer.step()
+            next(writer)
         return clock(prompt) - began
 
-    parts = {mode: lambda mode=mode: [("", start[mode]())] for mode in MODES}
+    parts = {mode: functools.partial(begun, mode) for mode in MODES}
     return {mode: found[1:] for (mode, _), found in harness.time_rounds(parts, rounds + 1, seconds).items()}
 
 
@@ -544,16 +530,15 @@ def stream(model: ByteLM, count: int, eviction: Eviction) -> dict[str, Any]:
     The caches have room for what an eviction may leave (held_bound) and for the tokens until the next one, however many
     are written. Where evictions leave more, the next tokens do not fit, which raises.
     """
-    held = held_bound(model, eviction)
+    held, eviction = held_bound(model, eviction), replace(eviction)
     prompt = torch.zeros(1, 1, dtype=torch.long, device=model.embedding.weight.device)
-    writer = Writer(model, prompt, held + eviction.every, eviction, captured=True)
+    writer = write(model, prompt, model.make_caches(1, held + eviction.every), eviction, captured=True)
+    next(writer)
     began = clock(prompt)
-    for number in range(1, count + 1):
-        writer.step()
-        if number % max(1, count // 10) == 0:
-            print(f"  {number} tokens written, {longest(writer.caches)} in the longest cache", flush=True)
+    for _ in range(count):
+        next(writer)
     seconds = clock(prompt) - began
-    before, after = zip(*writer.lengths, strict=True)
+    before, after = zip(*eviction.lengths[1:], strict=True)  # without that of the prompt
     return {
         "count": count, "evict_every": eviction.every, "tolerance": eviction.tolerance, "held_bound": held,
         "tokens_per_second": count / seconds, "tokens": [eviction.every * (n + 1) for n in range(len(before))],
@@ -562,67 +547,6 @@ def stream(model: ByteLM, count: int, eviction: Eviction) -> dict[str, Any]:
 
 
 PARTS = {"packed": packed, "decode": decode, "generate": generate}
-
-
-# colour-blind safe (Okabe and Ito)
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-
-
-def draw(report: dict[str, Any]) -> Any:
-    """A panel for each part: bars with the range over the rounds, and the cache's length over the tokens of a text."""
-    decode = functools.partial(_single, value="gigabytes_per_second", key="decay", label="GB/s",
-                               title="one new token, B {batch}, {tokens:,} tokens cached")
-    generate = functools.partial(_single, value="tokens_per_second", key="mode", label="tokens per second",
-                                 title="text after a prompt of {prompt:,} tokens")
-    parts = (("packed", _packed), ("decode", decode), ("generate", generate), ("stream", _stream))
-    drawn = [(panel, report[key]) for key, panel in parts if report[key]]
-    title = f"{report['device']}, torch {report['torch']}, triton {report['triton']}"
-    figure, panels = harness.panels(len(drawn), (1.0 + 4.8 * len(drawn), 4.4), title)
-    for (draw_panel, found), axes in zip(drawn, panels, strict=True):
-        draw_panel(axes, found)
-        axes.set_ylim(bottom=0)
-        axes.grid(axis="y", alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def _packed(axes: Any, rows: list[dict[str, Any]]) -> None:
-    groups = list(dict.fromkeys((direction, row["head_dim"]) for direction in DIRECTIONS for row in rows))
-    names = list(dict.fromkeys(row["workload"] for row in rows))
-    width = 0.8 / len(names)
-    for at, name in enumerate(names):
-        own = [row for row in rows if row["workload"] == name]
-        offset = (at - (len(names) - 1) / 2) * width
-        places = [groups.index((row["direction"], row["head_dim"])) + offset for row in own]
-        _bars(axes, places, own, "tflops", width, name, _COLOURS[at])
-    axes.set_xticks(range(len(groups)), [f"{direction}\nD {head_dim}" for direction, head_dim in groups])
-    axes.set_ylabel("TFLOP/s of the visible pairs")
-    axes.set_title("packed sequences, sliding window", fontsize="medium")
-    axes.legend(frameon=False)
-
-
-def _single(axes: Any, rows: list[dict[str, Any]], value: str, key: str, label: str, title: str) -> None:
-    _bars(axes, range(len(rows)), rows, value)
-    axes.set_xticks(range(len(rows)), [row[key].replace(", ", "\n") for row in rows])
-    axes.set_ylabel(label)
-    axes.set_title(title.format(**rows[0]), fontsize="medium")
-
-
-def _stream(axes: Any, stream: dict[str, Any]) -> None:
-    axes.plot(stream["tokens"], stream["before"], color=_COLOURS[0], label="before an eviction")
-    axes.plot(stream["tokens"], stream["after"], color=_COLOURS[1], label="after it")
-    axes.axhline(stream["held_bound"], color="#000000", linestyle="--", linewidth=1, label="bound after it")
-    axes.set(xlabel="tokens written", ylabel="tokens in the longest cache")
-    axes.set_title(f"an eviction every {stream['evict_every']} tokens", fontsize="medium")
-    axes.legend(frameon=False)
-
-
-def _bars(
-    axes: Any, places: Sequence[float], rows: list[dict[str, Any]], value: str, width: float = 0.6,
-    label: str | None = None, colour: str = _COLOURS[0],
-) -> None:
-    ranges = [[abs(row[value] - row[f"{value}_range"][end]) for row in rows] for end in (0, 1)]
-    axes.bar(places, [row[value] for row in rows], width, yerr=ranges, capsize=3, label=label, color=colour)
 
 
 if __name__ == "__main__":

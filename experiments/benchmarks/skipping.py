@@ -17,6 +17,7 @@ visited tiles.
 """
 
 import dataclasses
+import functools
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -27,22 +28,19 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from shared.plots import frame, kilo
+from shared.plots import frame
 
 from benchmarks import harness, peers
 from benchmarks.harness import DIRECTIONS, Case, Prepared, Run, Timings
 from benchmarks.peers import BASELINE
 from decayattn import decay_attention, visited_fraction
 from decayattn.backends import registry
-from decayattn.nn.decay import alibi_log_decay, retnet_log_decay
 from decayattn.normalize import tolerance_of
 from decayattn.problem import AttentionProblem
 from decayattn.testing import format_table, verify_attention
 
 STUDIES = ("planning", "pruning", "constant", "lengths")
 SKIPPING, WHOLE, PRUNED = "skipping", "whole", peers.PRUNED.name
-# λ that decays nothing within any length: no tile can be skipped, and α alone says so
-_NO_DECAY = -1e-6
 # the float64 oracle judges whole heads up to this length, and the last rows of longer ones
 WHOLE_HEADS = 32768
 # plans in one graph: launching it takes longer than one of them
@@ -67,47 +65,29 @@ OPTIONS = {
 
 
 class Workload(NamedTuple):
-    """One causal problem of a study; `gain` multiplies q and k, so that scores grow by its square.
-
-    rates: "uniform" (per token, as Case draws them), "none to speak of" (per token, −10⁻⁶), "alibi" or "retnet"
-    (constant, one per head).
-    """
+    """One causal problem of a study."""
 
     study: str
     case: Case
-    rates: str = "uniform"
-    gain: float = 1.0
 
     def __str__(self) -> str:
-        case, gain = self.case, "" if self.gain == 1.0 else f", q and k times {self.gain:g}"
-        return f"{self.study}: B{case.batch} H{case.heads} T{case.length} D{case.head_dim}, decay {self.rates}{gain}"
-
-    def inputs(self, device: str, seed: int) -> dict[str, Tensor]:
-        """q, k, v, grad_out (B, T, H, D), and log_decay in natural log."""
-        inputs = self.case.inputs(device, seed)
-        if self.rates == "none to speak of":
-            inputs["log_decay"] = torch.full_like(inputs["log_decay"], _NO_DECAY)
-        elif self.rates != "uniform":
-            rates = alibi_log_decay if self.rates == "alibi" else retnet_log_decay
-            inputs["log_decay"] = torch.tensor(rates(self.case.heads), device=device)
-        for name in ("q", "k"):
-            inputs[name] = inputs[name] * self.gain
-        return inputs
+        return f"{self.study}: {self.case}"
 
 
 def workloads(options: Any) -> list[Workload]:
     """The workloads of the four studies."""
 
-    def case(length: int, head_dim: int, decay: str = "scalar", batch: int = 1) -> Case:
-        return Case(batch, options.heads, length, head_dim, options.dtype, decay, options.mean_log_decay)
+    def case(length: int, dim: int, decay: str = "scalar", batch: int = 1, **more: Any) -> Case:
+        return Case(batch, options.heads, length, dim, options.dtype, decay, options.mean_log_decay, **more)
 
     found = []
+    batch = max(1, options.tokens // options.planning)
     for dim in options.head_dims:
-        unskipped = case(options.planning, dim, batch=max(1, options.tokens // options.planning))
         found += [
-            Workload("planning", unskipped, "none to speak of"), Workload("planning", unskipped, gain=4.0),
+            Workload("planning", case(options.planning, dim, batch=batch, rates="none to speak of")),
+            Workload("planning", case(options.planning, dim, batch=batch, deviation=16.0)),
             Workload("pruning", case(options.pruning, dim)),
-            *(Workload("constant", case(options.constant, dim, "constant"), rates) for rates in ("alibi", "retnet")),
+            *(Workload("constant", case(options.constant, dim, "constant", rates=rates)) for rates in harness.PRESETS),
         ]
     return found + [Workload("lengths", case(length, max(options.head_dims))) for length in options.lengths]
 
@@ -119,7 +99,7 @@ def measure(run: Run) -> None:
         if workload.study not in options.studies:
             continue
         print(f"\n{workload}", flush=True)
-        inputs = workload.inputs(run.device, options.seed)
+        inputs = workload.case.inputs(run.device, options.seed)
         visited = visited_fraction(inputs["q"], inputs["k"], inputs["log_decay"])
         print(f"  visits {float(visited.mean()):.3f} of the tiles (heads {visited.min():.3f} to {visited.max():.3f})")
         if run.right(*compared(workload, inputs, options.backend), case=str(workload), peer=SKIPPING) and run.timed:
@@ -185,8 +165,8 @@ def rows(
                   for key, other in (("whole", WHOLE), ("cudnn", BASELINE), ("fox_pruned", PRUNED))}
         of_plan = plan_us.get(direction) if is_ours else None
         yield dataclasses.asdict(workload.case) | harness.spread(times) | speeds | {
-            "study": workload.study, "rates": workload.rates, "gain": workload.gain, "peer": name,
-            "direction": direction, "plan_us": of_plan, "plan_share": None if of_plan is None else of_plan / (1e3 * ms),
+            "study": workload.study, "peer": name, "direction": direction, "plan_us": of_plan,
+            "plan_share": None if of_plan is None else of_plan / (1e3 * ms),
             "visited": [float(x) for x in visited.mean(0)] if is_ours else None,
             "ideal": 1 / float(visited.mean()) if is_ours else None,
         }
@@ -215,62 +195,28 @@ def _last_rows(workload: Workload, inputs: dict[str, Tensor], backend: str) -> t
 
 
 def _prepared(inputs: dict[str, Tensor], rows: int, tolerance: str | None, backend: str) -> Prepared:
-    def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
-        return decay_attention(q, k, v, log_decay, skip_tolerance=tolerance, backend=backend)
-
+    attend = functools.partial(decay_attention, skip_tolerance=tolerance, backend=backend)
     return harness.prepare(attend, inputs | {name: inputs[name][:, -rows:] for name in ("q", "grad_out")})
 
 
 # colour-blind safe (Okabe and Ito)
 _COLOURS = {WHOLE: "#000000", SKIPPING: "#d55e00"}
-_BARS = ("#0072b2", "#56b4e9")
 
 
 def draw(report: dict[str, Any]) -> Any:
-    """A panel of times over T, and one of speeds over the kernel that visits every tile, where they were measured."""
-    over_length = [row for row in report["rows"] if row["study"] == "lengths"]
-    compared = [row for row in report["rows"] if row["peer"] == SKIPPING and row["speed_over_whole"] is not None]
-    compared = [row for row in compared if row["study"] != "lengths"]
-    drawn = [(panel, rows) for panel, rows in ((_times, over_length), (_gains, compared)) if rows]
-    title = f"{report['gpu']}, torch {report['torch']}, triton {report['triton']}"
-    figure, panels = harness.panels(len(drawn), (1.0 + 6.0 * len(drawn), 4.8), title)
-    for (draw_panel, rows), axes in zip(drawn, panels, strict=True):
-        axes.set_yscale("log")
-        draw_panel(axes, rows)
-        axes.legend(frameon=False)
-        frame(axes)
-    return figure
-
-
-def _times(panel: Any, rows: list[dict[str, Any]]) -> None:
-    harness.lines(panel, rows, lambda row: row["ms"], (
+    """Times over T."""
+    rows = [row for row in report["rows"] if row["study"] == "lengths"]
+    about = "H{heads} D{head_dim}, λ uniform with mean {mean_log_decay:g}".format(**rows[0]) if rows else ""
+    title = f"{about}, {report['gpu']}, torch {report['torch']}, triton {report['triton']}"
+    figure, panels = harness.panels(min(1, len(rows)), (7.0, 4.8), title)
+    harness.lines(panels[0], rows, lambda row: row["ms"], (
         (f"{name}, {direction}", {"peer": name, "direction": direction}, {"color": colour, "linestyle": style})
         for name, colour in _COLOURS.items() for direction, style in zip(DIRECTIONS, ("-", "--"), strict=True)
     ))
-    panel.set(xlabel="sequence length", ylabel="ms")
-    title = "H{heads} D{head_dim}, λ uniform with mean {mean_log_decay:g}".format(**rows[0])
-    panel.set_title(title, fontsize="medium")
-
-
-def _gains(panel: Any, rows: list[dict[str, Any]]) -> None:
-    def group_of(row: dict[str, Any]) -> tuple:
-        return row["rates"], row["gain"], row["head_dim"], row["length"]
-
-    groups = list(dict.fromkeys(map(group_of, rows)))
-    for at, direction in enumerate(DIRECTIONS):
-        own = {group_of(row): row for row in rows if row["direction"] == direction}
-        places = [n + 0.4 * at - 0.2 for n in range(len(groups))]
-        panel.bar(places, [own[group]["speed_over_whole"] for group in groups], 0.4, color=_BARS[at], label=direction)
-        if not at:
-            marks = {"marker": "_", "s": 400, "color": "#000000", "zorder": 3}
-            panel.scatter(range(len(groups)), [own[group]["ideal"] for group in groups], label="visited tiles", **marks)
-    names = [
-        f"{rates}{f', q and k times {gain:g}' if gain != 1 else ''}\nD{dim} T{kilo(length)}"
-        for rates, gain, dim, length in groups
-    ]
-    panel.set_xticks(range(len(groups)), names, fontsize="x-small", rotation=45, ha="right")
-    panel.axhline(1.0, color="#000000", linewidth=0.8)
-    panel.set_ylabel("speed over the kernel that visits every tile")
+    panels[0].set(xlabel="sequence length", ylabel="ms", yscale="log")
+    panels[0].legend(frameon=False)
+    frame(panels[0])
+    return figure
 
 
 if __name__ == "__main__":

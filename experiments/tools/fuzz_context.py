@@ -15,7 +15,6 @@ import argparse
 import functools
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -26,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 
 from shared.options import positive
+from shared.ranks import on_ranks
 
 from decayattn.backends import registry
 from tools.fuzzing import judge
@@ -45,10 +44,7 @@ NAMES = ("ranks", "seed", "longest", "family", "only", "backend", "device")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the fuzzer; the exit status is 1 if anything failed."""
     options = parse(sys.argv[1:] if argv is None else argv)
-    with tempfile.TemporaryDirectory() as folder:
-        statuses = mp.get_context("spawn").Array("i", [1] * options.ranks)
-        mp.spawn(_rank, (options, str(Path(folder, "store")), statuses), nprocs=options.ranks)
-        return max(statuses)
+    return on_ranks(work, options.ranks, options.device, options.limit, options)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -65,20 +61,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _rank(rank: int, options: argparse.Namespace, store: str, statuses: Any) -> None:
-    torch.set_num_threads(1)
-    device = torch.device(options.device, rank if options.device == "cuda" else None)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    limit = timedelta(seconds=options.limit)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank,
-        world_size=options.ranks, timeout=limit,
-    )
+def work(rank: int, options: argparse.Namespace) -> int:
     # for what the ranks have raised: each may first have waited for another one
-    control = dist.new_group(backend="gloo", timeout=3 * limit)
-    statuses[rank] = fuzz(options, dist.group.WORLD, control, device)
-    dist.destroy_process_group()
+    control = dist.new_group(backend="gloo", timeout=3 * timedelta(seconds=options.limit))
+    device = torch.device(options.device, rank if options.device == "cuda" else None)
+    return fuzz(options, dist.group.WORLD, control, device)
 
 
 def fuzz(

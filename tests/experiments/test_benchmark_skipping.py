@@ -14,30 +14,14 @@ PLANNED = Workload("planning", Case(1, 2, 640, 16, "float32", "scalar", -0.5))
 ARGUMENTS = ["--dtype", "float32", "--backend", "reference", "--heads", "2", "--head-dims", "8", "--rounds", "2"]
 
 
-@pytest.mark.parametrize(
-    ("rates", "decay"), [("none to speak of", "scalar"), ("alibi", "constant"), ("uniform", "scalar")]
-)
-def test_inputs_follow_the_workload(rates, decay):
-    case = Case(1, 4, 30, 8, "float32", decay, -0.5)
-    plain, loud = (Workload("x", case, rates, gain).inputs("cpu", 0) for gain in (1.0, 4.0))
-    assert torch.equal(loud["q"], 4 * plain["q"])
-    assert torch.equal(loud["v"], plain["v"])
-    log_decay = plain["log_decay"]
-    assert log_decay.shape == ((4,) if decay == "constant" else (1, 30, 4))
-    if rates == "alibi":
-        assert log_decay.tolist() == [-0.25, -(0.25**2), -(0.25**3), -(0.25**4)]
-    if rates == "none to speak of":
-        assert -1e-5 < float(log_decay.min()) <= float(log_decay.max()) < 0
-
-
 def test_plans_and_their_mirrors_are_timed(device):
-    calls = skipping.plans(PLANNED, PLANNED.inputs(device, 0))
+    calls = skipping.plans(PLANNED, PLANNED.case.inputs(device, 0))
     first_block, last_granule = calls["forward"](), calls["backward"]()
     assert first_block.shape[:2] == last_granule.shape[:2] == (1, 2)
     assert (first_block[..., :10] > 0).any()
     assert last_granule.shape[2] == 5
     assert (last_granule < 9).any()
-    assert skipping.plans(SMALL, SMALL.inputs(device, 0)) == {}  # too short to be planned
+    assert skipping.plans(SMALL, SMALL.case.inputs(device, 0)) == {}  # too short to be planned
 
 
 def test_shares_of_a_plan_are_of_its_direction():
@@ -65,7 +49,7 @@ def test_a_run_leaves_rows_json_and_a_plot(tmp_path):
     assert {row["peer"] for row in read["rows"] if row["length"] == 32} == {SKIPPING}
     for row in (row for row in read["rows"] if row["peer"] == SKIPPING):
         assert (row["visited"], row["ideal"]) == ([0.25, 0.25], 4.0)
-        alike = ("study", "rates", "gain", "length", "direction")
+        alike = ("study", "rates", "deviation", "length", "direction")
         whole = [r for r in read["rows"] if r["peer"] == WHOLE and all(r[key] == row[key] for key in alike)]
         assert row["speed_over_whole"] == (whole[0]["ms"] / row["ms"] if whole else None)
     # cuDNN and the official kernel do not run on a CPU, which fails nothing of ours
@@ -94,6 +78,6 @@ def test_skipping_too_much_shows(factor, whole_heads, monkeypatch):
     monkeypatch.setattr(skipping, "WHOLE_HEADS", whole_heads)
     monkeypatch.setattr(skipping, "decay_attention", planted)
     monkeypatch.setattr("decayattn.testing.call.decay_attention", planted)
-    outside, table = skipping.compared(SMALL, SMALL.inputs("cpu", 0), "reference")
+    outside, table = skipping.compared(SMALL, SMALL.case.inputs("cpu", 0), "reference")
     assert (not outside) == (factor == 1.0)
     assert any("out" in line for line in table)

@@ -6,8 +6,8 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+from shared import ranks
 from tools import fuzz_context
-from tools.fuzzing import slices
 
 from decayattn.distributed import halo_exchange
 
@@ -29,14 +29,14 @@ def without_a_key(patch, rank):
 
 def one_gradient(patch, rank):
     """The last rank's dq is larger by a hundredth."""
-    run = slices._run
+    attend = ranks.context_parallel_attention
 
-    def larger(*args):
-        found = run(*args)
-        x, axis = found["dq"]
-        return found | {"dq": (x * (1 + rank * 1e-2), axis)}
+    def larger(q, *rest, **options):
+        if q.requires_grad:
+            q.register_hook(lambda gradient: gradient * (1 + rank * 1e-2))
+        return attend(q, *rest, **options)
 
-    patch.setattr(slices, "_run", larger)
+    patch.setattr(ranks, "context_parallel_attention", larger)
 
 
 def raises(patch, rank):

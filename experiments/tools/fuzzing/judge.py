@@ -6,6 +6,7 @@ numbers are −inf there already, so nothing large is in that prefix, and it can
 
 import math
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,48 +62,33 @@ def described(error: Exception) -> str:
     return f"{frame.filename.rpartition('/')[2]}:{frame.lineno}: {text}"
 
 
-def run(case: Case, backend: str) -> dict[str, Tensor]:
-    """The results and gradients of one backend; what it allocates holds NaN at first."""
-    inputs, leaves = differentiable(case.tensors, case.draw.family.needs_grad)
-    attend = decay_attention_varlen if case.packed else decay_attention
+def run(case: Case, backend: str, attend: Callable[..., Any] | None = None) -> dict[str, Tensor]:
+    """The results and gradients of one backend; what it allocates holds NaN at first.
+
+    attend: in place of decay_attention and decay_attention_varlen.
+    """
+    inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in case.tensors.items()}
+    needs_grad = case.draw.family.needs_grad
+    leaves = {
+        name: x.requires_grad_() for name, x in inputs.items()
+        if isinstance(x, Tensor) and x.is_floating_point() and (needs_grad is None or name in needs_grad)
+    }
+    attend = attend or (decay_attention_varlen if case.packed else decay_attention)
     if case.packed:
         del inputs["bias"]
     with poisoned_allocations():
         returned = attend(**inputs, **case.options, backend=backend)
-        results = outputs(returned, case.options["return_lse"])
-        results |= gradients(results, leaves, case.grad_out, case.grad_lse)
+        results = dict(zip(("out", "lse"), returned if case.options["return_lse"] else (returned,), strict=False))
+        # of v alone lse has no gradient
+        given = [(x, gradient) for x, gradient in zip(results.values(), (case.grad_out, case.grad_lse), strict=False)
+                 if x.requires_grad]
+        if given:
+            outputs, gradients = zip(*given, strict=True)
+            grads = torch.autograd.grad(outputs, list(leaves.values()), gradients, materialize_grads=True)
+            results |= {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
+        if case.grad_out.is_cuda:
+            torch.cuda.synchronize()  # a fault belongs to the call that made it
     return {name: x.detach() for name, x in results.items()}
-
-
-def differentiable(tensors: dict[str, Any], needs_grad: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The arguments of a call, detached, and those that require a gradient."""
-    inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in tensors.items()}
-    return inputs, {
-        name: x.requires_grad_() for name, x in inputs.items()
-        if isinstance(x, Tensor) and x.is_floating_point() and (needs_grad is None or name in needs_grad)
-    }
-
-
-def outputs(returned: Any, with_lse: bool) -> dict[str, Tensor]:
-    """Results of a call, by name."""
-    return dict(zip(("out", "lse"), returned if with_lse else (returned,), strict=False))
-
-
-def gradients(
-    results: dict[str, Tensor], leaves: dict[str, Tensor], grad_out: Tensor, grad_lse: Tensor | None
-) -> dict[str, Tensor]:
-    """Gradients of the leaves; none where no output has one."""
-    # of v alone lse has no gradient
-    given = zip(results.values(), (grad_out, grad_lse), strict=False)
-    given = [(output, gradient) for output, gradient in given if output.requires_grad]
-    found = {}
-    if given:
-        differentiated, of_them = zip(*given, strict=True)
-        grads = torch.autograd.grad(differentiated, list(leaves.values()), of_them, materialize_grads=True)
-        found = {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
-    if grad_out.is_cuda:
-        torch.cuda.synchronize()  # a fault belongs to the call that made it
-    return found
 
 
 class FuzzedCall(Call):

@@ -4,20 +4,15 @@ import math
 import random
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from shared.poison import poisoned_allocations
+from shared.ranks import whole_attention
 from torch import Tensor
 
-from decayattn.distributed import context_parallel_attention
 from tools.fuzzing.draws import MOST_SCORES, Draw, draw
-from tools.fuzzing.judge import differentiable, gradients, outputs
+from tools.fuzzing.judge import run
 from tools.fuzzing.tensors import Case, build
-
-# the axis of tokens, of what has one, in a dense call; one less in a packed one
-_TOKENS = {"out": 1, "lse": 2, "q": 1, "k": 1, "v": 1, "log_decay": 1}
 
 
 @dataclass(frozen=True)
@@ -83,8 +78,8 @@ def run_slices(
 ) -> tuple[Case, dict[str, Tensor]]:
     """The whole call, and what the ranks' slices give of it, put together; on every rank of the group."""
     case = _in_full(build(call, device))
-    results = _run(case, division, group, backend)
-    return case, {name: x if whole is None else _joined(x, whole, group) for name, (x, whole) in results.items()}
+    attend = whole_attention(group, division.mode, division.lengths, division.reach)
+    return case, run(case, backend, attend)
 
 
 def _in_full(case: Case) -> Case:
@@ -94,54 +89,3 @@ def _in_full(case: Case) -> Case:
         x = tensors[name]
         tensors[name] = x.to(own) if isinstance(x, Tensor) and x.is_floating_point() else x
     return replace(case, tensors=tensors)
-
-
-def _run(
-    case: Case, division: Division, group: dist.ProcessGroup, backend: str
-) -> dict[str, tuple[Tensor, int | None]]:
-    """This rank's results and gradients, each with the axis along which the ranks' are parts of the whole; None for a
-    sum over the ranks."""
-    rank, lengths = dist.get_rank(group), division.lengths
-    mine = sum(lengths[:rank]), lengths[rank]
-    axes = {name: axis - case.packed for name, axis in _TOKENS.items()}
-    if case.draw.family.decay != "token":
-        del axes["log_decay"]
-    if "t" in case.draw.scale_shape:
-        axes["scale"] = case.draw.scale_shape.index("t")
-
-    def own(name: str, x: Any) -> Any:
-        return x.narrow(axes[name], *mine) if isinstance(x, Tensor) and name in axes else x
-
-    mine_of_each = {name: own(name, x) for name, x in case.tensors.items()}
-    inputs, leaves = differentiable(mine_of_each, case.draw.family.needs_grad)
-    options, given = dict(case.options), dict(inputs)
-    if case.packed:
-        given |= {name: x[None] for name, x in inputs.items() if name in axes and name != "scale"}
-        if isinstance(inputs["scale"], Tensor) and inputs["scale"].ndim == 2:
-            given["scale"] = inputs["scale"][None]
-        options["cu_seqlens"], options["max_seqlen"] = options.pop("cu_seqlens_q"), options.pop("max_seqlen_q")
-        del options["cu_seqlens_k"], options["max_seqlen_k"]
-    with poisoned_allocations():
-        returned = context_parallel_attention(
-            **given, **options, group=group, mode=division.mode, lengths=lengths, reach=division.reach, backend=backend
-        )
-        found = outputs(returned, options["return_lse"])
-        if case.packed:
-            found = {name: x[0] for name, x in found.items()}
-        grad_lse = None if case.grad_lse is None else own("lse", case.grad_lse)
-        found |= gradients(found, leaves, own("out", case.grad_out), grad_lse)
-    results: dict[str, tuple[Tensor, int | None]] = {}
-    for name, x in found.items():
-        axis = axes.get(name.removeprefix("d") if name.startswith("d") else name)
-        x = x.detach().contiguous()
-        if axis is None:
-            dist.all_reduce(x, group=group)
-        results[name] = x, axis
-    return results
-
-
-def _joined(part: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' parts, in the order of the ranks."""
-    parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, part.cpu(), group=group)
-    return torch.cat(parts, axis).to(part.device)
