@@ -199,17 +199,22 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+def ours(setting: Setting, backend: str, kind: str, skip_tolerance: str | None = "auto") -> nn.Module:
+    return DecayFlashAttention(
+        setting.width, setting.heads, decay="scalar" if kind == "decay" else "none", skip_tolerance=skip_tolerance,
+        position=Rotary() if kind == "rotary" else None, backend=backend,
+    )
+
+
 class OtherAttention(nn.Module):
-    """Projections and decay as DecayFlashAttention has them, with another kernel between them.
+    """Projections, decay and position as ours of that kind has them, with another kernel between them.
 
     attend(q, k, v, log_decay): q, k, v (B, T, H, D), log_decay (B, T, H) or None -> (B, T, H, D).
     """
 
-    def __init__(
-        self, setting: Setting, attend: Callable[..., Tensor], *, decay: str = "none", position: nn.Module | None = None
-    ):
+    def __init__(self, setting: Setting, attend: Callable[..., Tensor], kind: str = "none"):
         super().__init__()
-        own = DecayFlashAttention(setting.width, setting.heads, decay=decay, position=position)
+        own = ours(setting, "reference", kind)
         self.in_proj, self.out_proj, self.decay, self.position = own.in_proj, own.out_proj, own.decay, own.position
         self.shape, self.attend = (setting.heads, setting.head_dim), attend
 
@@ -221,46 +226,18 @@ class OtherAttention(nn.Module):
         return self.out_proj(out.flatten(-2))
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One attention. `kind`: "decay", "rotary", "none", or "identity" without attention, which is not checked.
-
-    layer(setting, backend), the backend being that of ours, makes it or raises Absent; `gates` names the half-lives of
-    its decay, "initial" or "trained"; around() is entered around every step.
-    """
-
-    name: str
-    label: str
-    kind: str
-    layer: Callable[[Setting, str], nn.Module]
-    gates: str = "initial"
-    ours: bool = False
-    around: Callable[[], Any] = contextlib.nullcontext
-
-
-def ours(setting: Setting, backend: str, *, kind: str, skip_tolerance: str | None = "auto") -> nn.Module:
-    return DecayFlashAttention(
-        setting.width, setting.heads, decay="scalar" if kind == "decay" else "none", skip_tolerance=skip_tolerance,
-        position=Rotary() if kind == "rotary" else None, backend=backend,
-    )
-
-
-def _sdpa(setting: Setting, backend: str, *, rotary: bool) -> nn.Module:
+def sdpa(setting: Setting, backend: str, kind: str) -> nn.Module:
     def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-    return OtherAttention(setting, attend, position=Rotary() if rotary else None)
+    return OtherAttention(setting, attend, kind)
 
 
-def _cudnn() -> Any:
-    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION if torch.cuda.is_available() else SDPBackend.MATH)
-
-
-def _peer(setting: Setting, backend: str, *, peer: peers.Peer) -> nn.Module:
+def other(setting: Setting, backend: str, kind: str, peer: peers.Peer) -> nn.Module:
     if not torch.cuda.is_available():
         raise Absent("needs a GPU")
-    return OtherAttention(setting, _attend(setting, peer), decay="scalar")
+    return OtherAttention(setting, _attend(setting, peer), kind)
 
 
 @functools.lru_cache(maxsize=1)  # one for all layers
@@ -272,27 +249,51 @@ def _attend(setting: Setting, peer: peers.Peer) -> Callable[..., Tensor]:
     return lambda *tensors: in_layout(kernel(*(in_layout(x, peer.layout) for x in tensors)), peer.layout)
 
 
-def _variants() -> Iterator[Variant]:
-    part = functools.partial
-    of_ours, pruned = part(ours, kind="decay"), part(_peer, peer=peers.PRUNED)
-    yield Variant("ours", "decayattn, decay", "decay", of_ours, ours=True)
-    yield Variant("ours-trained", "decayattn, decay, gates as trained", "decay", of_ours, "trained", ours=True)
-    yield Variant("ours-whole", "decayattn, decay, nothing skipped", "decay", part(of_ours, skip_tolerance=None),
-                  ours=True)
-    yield Variant("ours-rotary", "decayattn, rotary, no decay", "rotary", part(ours, kind="rotary"), ours=True)
-    yield Variant(BASELINE, "cuDNN (SDPA), rotary, no decay", "rotary", part(_sdpa, rotary=True), around=_cudnn)
-    yield Variant("cudnn", "cuDNN (SDPA), no position, no decay", "none", part(_sdpa, rotary=False), around=_cudnn)
-    for name, label, peer in (("flex", "FlexAttention", "flex-grad"), ("fla", "flash-linear-attention", "fla"),
-                              ("fox", "Forgetting Transformer", "fox")):
-        yield Variant(name, f"{label}, decay", "decay", part(_peer, peer=peers.OTHERS[peer]))
-    label = "Forgetting Transformer, decay, pruned"
-    yield Variant("fox-pruned", label, "decay", pruned)
-    yield Variant("fox-pruned-trained", f"{label}, gates as trained", "decay", pruned, "trained")
-    yield Variant(IDENTITY, "no attention (its output is v)", IDENTITY,
-                  lambda setting, backend: OtherAttention(setting, lambda q, k, v, log_decay: v))
+def identity(setting: Setting, backend: str, kind: str) -> nn.Module:
+    return OtherAttention(setting, lambda q, k, v, log_decay: v)
 
 
-VARIANTS = {variant.name: variant for variant in _variants()}
+@dataclass(frozen=True)
+class Variant:
+    """One attention. `kind`: "decay", "rotary", "none", or "identity" without attention, which is not checked.
+
+    layer(setting, backend, kind), the backend being that of ours, makes it or raises Absent. trained: its decay has the
+    half-lives of a trained model, not the initial ones.
+    """
+
+    name: str
+    label: str
+    kind: str
+    layer: Callable[[Setting, str, str], nn.Module]
+    trained: bool = False
+
+    @property
+    def ours(self) -> bool:
+        return self.name.startswith("ours")
+
+
+_FLEX, _FLA, _FOX, _PRUNED = (
+    functools.partial(other, peer=peer)
+    for peer in (peers.OTHERS["flex-grad"], peers.OTHERS["fla"], peers.OTHERS["fox"], peers.PRUNED)
+)
+_PRUNED_FOX = "Forgetting Transformer, decay, pruned"
+VARIANTS = {
+    variant.name: variant for variant in (
+        Variant("ours", "decayattn, decay", "decay", ours),
+        Variant("ours-trained", "decayattn, decay, gates as trained", "decay", ours, trained=True),
+        Variant("ours-whole", "decayattn, decay, nothing skipped", "decay",
+                functools.partial(ours, skip_tolerance=None)),
+        Variant("ours-rotary", "decayattn, rotary, no decay", "rotary", ours),
+        Variant(BASELINE, "cuDNN (SDPA), rotary, no decay", "rotary", sdpa),
+        Variant("cudnn", "cuDNN (SDPA), no position, no decay", "none", sdpa),
+        Variant("flex", "FlexAttention, decay", "decay", _FLEX),
+        Variant("fla", "flash-linear-attention, decay", "decay", _FLA),
+        Variant("fox", "Forgetting Transformer, decay", "decay", _FOX),
+        Variant("fox-pruned", _PRUNED_FOX, "decay", _PRUNED),
+        Variant("fox-pruned-trained", f"{_PRUNED_FOX}, gates as trained", "decay", _PRUNED, trained=True),
+        Variant(IDENTITY, "no attention (its output is v)", IDENTITY, identity),
+    )
+}
 
 
 def trained_half_lives(layers: int, heads: int) -> list[list[float]]:
@@ -313,7 +314,7 @@ class Models:
     def __init__(self, setting: Setting, backend: str, device: str, seed: int):
         self.setting, self.backend, self.device = setting, backend, device
         torch.manual_seed(seed)
-        self.base = Decoder(setting, lambda: ours(setting, "reference", kind="decay")).to(device)
+        self.base = Decoder(setting, lambda: ours(setting, "reference", "decay")).to(device)
         generator = torch.Generator(device).manual_seed(seed)
         shape = (setting.batch, setting.length + 1)
         self.tokens = torch.randint(setting.vocabulary, shape, generator=generator, device=device)
@@ -321,13 +322,14 @@ class Models:
 
     def decoder(self, variant: Variant, length: int) -> Decoder:
         """The variant's own modules on the common parameters; raises Absent."""
-        return self.tied(lambda: variant.layer(self.setting._replace(length=length), self.backend), variant.gates)
+        setting = self.setting._replace(length=length)
+        return self.tied(lambda: variant.layer(setting, self.backend, variant.kind), variant.trained)
 
-    def tied(self, attention: Callable[[], nn.Module], gates: str) -> Decoder:
+    def tied(self, attention: Callable[[], nn.Module], trained: bool) -> Decoder:
         with torch.device(self.device):
             model = Decoder(self.setting, attention)
         model.load_state_dict(self.base.state_dict(keep_vars=True), strict=False, assign=True)
-        if gates == "trained":
+        if trained:
             half_lives = trained_half_lives(self.setting.layers, self.setting.heads)
             for block, lives in zip(model.blocks, half_lives, strict=True):
                 decay = block.attention.decay = copy.deepcopy(block.attention.decay)
@@ -337,15 +339,20 @@ class Models:
                     decay.bias.copy_(log_decay - (-torch.expm1(log_decay)).log())
         return model
 
-    def step(self, model: Decoder, variant: Variant) -> Tensor:
+    def step(self, model: Decoder) -> Tensor:
         """Forward, backward and the optimiser's step; the loss."""
-        with variant.around():
+        with cudnn():
             with mixed(self.device):
                 loss = model(self.tokens)
             loss.backward()
         self.optimizer.step()
         model.zero_grad()
         return loss.detach()
+
+
+def cudnn() -> Any:
+    """SDPA by cuDNN; on a CPU by the formula."""
+    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION if torch.cuda.is_available() else SDPBackend.MATH)
 
 
 def mixed(device: str) -> Any:
@@ -367,21 +374,21 @@ def check(models: Models, run: Run) -> Iterator[Variant]:
     length = min(run.options.check_length, models.setting.length)
     tokens = models.tokens[:1, : length + 1]
     eps = torch.finfo(torch.bfloat16 if models.device == "cuda" else torch.float32).eps
-    known: dict[tuple[str, str], tuple[Step, dict[str, float]]] = {}
+    known: dict[tuple[str, bool], tuple[Step, dict[str, float]]] = {}
     for variant in (VARIANTS[name] for name in run.options.variants):
         if variant.kind == IDENTITY:
             yield variant
             continue
-        key, where = (variant.kind, variant.gates), {"setting": str(models.setting), "variant": variant.name}
+        key, where = (variant.kind, variant.trained), {"setting": str(models.setting), "variant": variant.name}
         if key not in known:
-            reference = functools.partial(ours, models.setting, "reference", kind=variant.kind)
-            eager = models.tied(reference, variant.gates)
+            reference = functools.partial(ours, models.setting, "reference", variant.kind)
+            eager = models.tied(reference, variant.trained)
             exact = first_step(copy.deepcopy(eager).double(), tokens, contextlib.nullcontext())
             of_eager = relative_errors(first_step(eager, tokens, mixed(models.device)), exact)
             known[key] = exact, {name: 2 * x + eps for name, x in of_eager.items()}
         exact, budget = known[key]
         with run.attempt(ours=variant.ours, **where):
-            with variant.around():
+            with cudnn():
                 found = first_step(models.decoder(variant, length), tokens, mixed(models.device))
             errors = relative_errors(found, exact)
             said = ", ".join(f"{name} {x:.1e} of {budget[name]:.1e}" for name, x in errors.items())
@@ -436,7 +443,7 @@ def time_rounds(models: Models, variants: Sequence[Variant], run: Run) -> tuple[
             model = models.decoder(variant, models.setting.length)
             if models.setting.compiled:
                 model.compile_parts()
-            step = functools.partial(models.step, model, variant)
+            step = functools.partial(models.step, model)
             step()  # compiles
             torch.cuda.reset_peak_memory_stats()
             loss = float(step())
