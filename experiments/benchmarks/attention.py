@@ -1,9 +1,6 @@
 """Speed of attention with a decay compared with cuDNN and others; correct first. Usage::
 
-    python experiments/benchmarks/attention.py                         # on a GPU: six shapes, some minutes; JSON
-    python experiments/benchmarks/attention.py --shapes 4,8192,16,128 --peers cudnn --decays scalar none constant
-    python experiments/benchmarks/attention.py --row-scales --decays scalar none constant --peers cudnn  # of ours
-    python experiments/benchmarks/attention.py --deviation 16 --shapes 4,8192,16,64 4,8192,16,128  # large logits
+    python experiments/benchmarks/attention.py                                   # on a GPU: six shapes, some minutes
     python experiments/benchmarks/attention.py --regime captured --peers cudnn   # on a host too slow for T = 2,048
     git worktree add ../before COMMIT
     python experiments/benchmarks/attention.py --before ../before --peers cudnn  # two versions, in one process
@@ -143,8 +140,8 @@ def kernels_of(size: tuple[int, ...], options: argparse.Namespace) -> list[Kerne
             name = ("ours" if backend == "auto" else backend) + what
             kernels.append(Kernel(name, own, peers.ours(backend, has)))
             if options.before:
-                peer = peers.ours(backend, has, version=peers.other_version(options.before))
-                kernels.append(Kernel(f"{name} before", own, peer))
+                before = peers.ours(backend, has, version=peers.other_version(options.before))
+                kernels.append(Kernel(f"{name} before", own, before))
     return kernels
 
 

@@ -50,6 +50,8 @@ class Peer:
 
     def prepare(self, case: Case, inputs: dict[str, Tensor]) -> Prepared:
         """The call on these inputs; raises Absent where the peer cannot be had."""
+        if not self.row_scales and self.decay != "none" and not (case.causal and case.decay == "scalar"):
+            raise Absent("takes causal cases with a scalar decay only")
         # the graph is kept to time one backward many times, so no buffer of it may be given away
         functorch_config.donated_buffer = False
         attend = self.build(case, inputs["q"].device)
@@ -93,11 +95,11 @@ def other_version(tree: Path) -> ModuleType:
         sys.path.remove(str(folder))
 
 
-def sdpa(backend: SDPBackend, case: Case, device: torch.device) -> Attend:
-    """torch's own attention on one backend, or an error if that one cannot take the tensors."""
+def cudnn(case: Case, device: torch.device) -> Attend:
+    """torch's own attention on cuDNN, or an error if that one cannot take the tensors."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: None) -> Tensor:
-        with sdpa_kernel(backend):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return scaled_dot_product_attention(q, k, v, is_causal=case.causal)
 
     return attend
@@ -111,57 +113,37 @@ def flex(case: Case, device: torch.device) -> Attend:
     """
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-    if not case.causal:
-        raise Absent("written here for causal cases only")
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.length, case.length, device=device)
 
-    def scalar(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, alpha_rows: Tensor, alpha_columns: Tensor) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, alpha_rows: Tensor, alpha_columns: Tensor) -> Tensor:
         def score_mod(score, b, h, i, j):
             return score + (alpha_rows[b, h, i] - alpha_columns[b, h, j])
 
         return flex_attention(q, k, v, score_mod=score_mod, block_mask=mask)
 
-    def constant(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, log_decay: Tensor) -> Tensor:
-        def score_mod(score, b, h, i, j):
-            return score + log_decay[h] * (i - j)
+    compiled = torch.compile(call, dynamic=False, fullgraph=True)
 
-        return flex_attention(q, k, v, score_mod=score_mod, block_mask=mask)
-
-    def plain(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-        return flex_attention(q, k, v, block_mask=mask)
-
-    function = {"scalar": scalar, "constant": constant, "none": plain}[case.decay]
-    compiled = torch.compile(function, dynamic=False, fullgraph=True)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> Tensor:
-        if case.decay == "scalar":
-            alpha = log_decay.cumsum(-1)
-            return compiled(q, k, v, mask, alpha, alpha.clone())
-        return compiled(q, k, v, mask) if case.decay == "none" else compiled(q, k, v, mask, log_decay)
+    def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        alpha = log_decay.cumsum(-1)
+        return compiled(q, k, v, mask, alpha, alpha.clone())
 
     return attend
 
 
-def _flex_with_gradient(case: Case, device: torch.device) -> Attend:
-    if case.decay == "none":
-        raise Absent("without a decay it is the same as flex")
-    return flex(case, device)
-
-
 def fla(case: Case, device: torch.device) -> Attend:
     """flash-linear-attention's forgetting attention (github.com/fla-org/flash-linear-attention)."""
-    kernel = _per_token(case, "fla.ops.forgetting_attn.parallel").parallel_forgetting_attn
+    kernel = _imported("fla.ops.forgetting_attn.parallel").parallel_forgetting_attn
     return lambda q, k, v, log_decay: kernel(q, k, v, log_decay)
 
 
 def fox(case: Case, device: torch.device, **options: object) -> Attend:
     """The Forgetting Transformer's own kernel (github.com/zhixuan-lin/forgetting-transformer); it prunes with
     adaptive_threshold="auto", at its own tolerance of e⁻¹⁰."""
-    kernel = _per_token(case, "forgetting_transformer.ops.forgetting_attention").forgetting_attention
+    kernel = _imported("forgetting_transformer.ops.forgetting_attention").forgetting_attention
     return lambda q, k, v, log_decay: kernel(q, k, v, log_decay, head_first=True, **options)
 
 
-def _flash_attn(case: Case, device: torch.device) -> Attend:
+def flash_attn(case: Case, device: torch.device) -> Attend:
     """FlashAttention-4, the kernels in CuTe (github.com/Dao-AILab/flash-attention, flash_attn.cute)."""
     kernel = _imported("flash_attn.cute").flash_attn_func
 
@@ -170,15 +152,6 @@ def _flash_attn(case: Case, device: torch.device) -> Attend:
         return out[0] if isinstance(out, tuple) else out  # some releases return the log-sum-exp, too
 
     return attend
-
-
-def _per_token(case: Case, module: str) -> ModuleType:
-    """The module of a peer that takes one decay per token and nothing else."""
-    if case.decay != "scalar":
-        raise Absent(f"takes a scalar decay only, not {case.decay}")
-    if not case.causal:
-        raise Absent("takes causal cases only")
-    return _imported(module)
 
 
 def _imported(module: str) -> ModuleType:
@@ -192,12 +165,10 @@ def _imported(module: str) -> ModuleType:
 OTHERS = {
     peer.name: peer
     for peer in (
-        Peer(BASELINE, "SDPA cuDNN, no decay", "BHTD", "none", functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)),
-        Peer("flash", "SDPA FlashAttention, no decay", "BHTD", "none",
-             functools.partial(sdpa, SDPBackend.FLASH_ATTENTION)),
-        Peer("flash_attn", "FlashAttention-4, no decay", "BTHD", "none", _flash_attn),
+        Peer(BASELINE, "SDPA cuDNN, no decay", "BHTD", "none", cudnn),
+        Peer("flash_attn", "FlashAttention-4, no decay", "BTHD", "none", flash_attn),
         Peer("flex", "FlexAttention, decay without its gradient", "BHTD", "fixed", flex),
-        Peer("flex-grad", "FlexAttention, decay and its gradient", "BHTD", "learned", _flex_with_gradient),
+        Peer("flex-grad", "FlexAttention, decay and its gradient", "BHTD", "learned", flex),
         Peer("fla", "flash-linear-attention, decay and its gradient", "BTHD", "learned", fla),
         Peer("fox", "official Forgetting Transformer, decay and its gradient", "BHTD", "learned", fox),
     )

@@ -1,7 +1,6 @@
 """The benchmark of attention: its peers, refusals, rows, another version."""
 
 import dataclasses
-import functools
 import json
 import shutil
 import sys
@@ -13,38 +12,24 @@ from benchmark_runs import count_milliseconds, hide_gpu, run
 from benchmarks import attention, harness, overhead, peers
 from repository_files import ROOT
 from test_benchmark_harness import FLOAT32_ERROR, SMALL, errors_of
-from torch.nn.attention import SDPBackend
 
 from decayattn import decay_attention
 from decayattn.testing import Comparison, call
 
-CPU = torch.device("cpu")
 ARGUMENTS = ["--shapes", "2,20,2,8", "1,40,2,8", "--dtype", "float32", "--backends", "reference", "--rounds", "2"]
-slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("name", "decay"), [
-    ("flex-grad", "scalar"), ("flex-grad", "none"), pytest.param("flex-grad", "constant", marks=slow),
-    *(pytest.param("flex", decay, marks=slow) for decay in ("scalar", "constant", "none")),
-])
-def test_flex_computes_the_same_attention(name, decay, monkeypatch):
+@pytest.mark.parametrize("name", ["flex-grad", pytest.param("flex", marks=pytest.mark.slow)])
+def test_flex_computes_the_same_attention(name, monkeypatch):
     from torch.nn.attention import flex_attention
 
     # traced as on a GPU, but evaluated densely; the refusal of gradients on a CPU is about the compiled kernel
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend="aot_eager", **options))
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-    peer, case = peers.OTHERS[name], dataclasses.replace(SMALL, decay=decay)
-    if (name, decay) == ("flex-grad", "none"):
-        with pytest.raises(harness.Absent, match="same as flex"):
-            peer.build(case, CPU)
-        return
-    errors = errors_of(peer, case)
+    errors = errors_of(peers.OTHERS[name], SMALL)
     torch._dynamo.reset()
     assert ("dlog_decay" in errors) == (name == "flex-grad")
-    if (name, decay) == ("flex-grad", "constant"):
-        # through a captured prefix the rate's gradient is Σ t·dα_t: terms of up to T times the rest after cancellation
-        assert errors.pop("dlog_decay") < case.length * FLOAT32_ERROR
     assert max(errors.values()) < FLOAT32_ERROR
 
 
@@ -77,7 +62,7 @@ def flash_stand_in(q, k, v, causal=False):
 def test_external_peers_get_their_own_layout(name, module, function, stand_in, monkeypatch):
     monkeypatch.setitem(sys.modules, module.split(".")[0], None)  # makes the import fail also where it is installed
     with pytest.raises(harness.Absent, match="cannot be imported: ModuleNotFoundError"):
-        peers.OTHERS[name].build(SMALL, CPU)
+        errors_of(peers.OTHERS[name], SMALL)
     parts = module.split(".")
     for end in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(".".join(parts[:end])))
@@ -86,8 +71,9 @@ def test_external_peers_get_their_own_layout(name, module, function, stand_in, m
     assert ("dlog_decay" in errors) == (name != "flash_attn")
     assert max(errors.values()) < FLOAT32_ERROR
     if name != "flash_attn":
-        with pytest.raises(harness.Absent, match="scalar decay only, not constant"):
-            peers.OTHERS[name].build(dataclasses.replace(SMALL, decay="constant"), CPU)
+        for other in (dataclasses.replace(SMALL, decay="constant"), dataclasses.replace(SMALL, causal=False)):
+            with pytest.raises(harness.Absent, match="takes causal cases with a scalar decay only"):
+                errors_of(peers.OTHERS[name], other)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.001])
@@ -108,8 +94,7 @@ def timed(monkeypatch):
     count_milliseconds(monkeypatch)
     regimes = {name: (harness.sustained_timer, 0.3) for name in attention.REGIMES}
     monkeypatch.setattr(attention, "REGIMES", regimes)
-    cudnn = peers.Peer("cudnn", "stand-in", "BHTD", "none", functools.partial(peers.sdpa, SDPBackend.MATH))
-    monkeypatch.setitem(peers.OTHERS, "cudnn", cudnn)
+    monkeypatch.setattr(peers.SDPBackend, "CUDNN_ATTENTION", peers.SDPBackend.MATH)
 
 
 @pytest.mark.usefixtures("timed")
@@ -178,13 +163,14 @@ def test_another_version_is_measured_in_the_same_rounds(tmp_path):
     shutil.copytree(ROOT / "decayattn", tree / "decayattn", ignore=shutil.ignore_patterns("__pycache__"))
     with (tree / "decayattn/__init__.py").open("a") as file:
         file.write("\n_ours = decay_attention\ndef decay_attention(*a, **b): return 2 * _ours(*a, **b)\n")
-    before = ["--before", str(tree), "--before-commit", "abc", "--decays", "scalar", "--peers"]
+    before = ["--before", str(tree), "--before-commit", "abc", "--decays", "scalar", "constant", "--peers"]
     status, read = run(attention, tmp_path, *ARGUMENTS, *before)
     assert (status, read["before"], read["missing"]) == (0, "abc", [])
     for row in read["rows"]:
         ours, before = row["kernels"]["reference"], row["kernels"]["reference before"]
         assert ours["relative_error"]["out"] < 1e-5 < 0.9 < before["relative_error"]["out"]
-    assert {entry["kernel"] for entry in read["checks"]} == {"reference"}
+        assert "reference, constant before" in row["kernels"]
+    assert {entry["kernel"] for entry in read["checks"]} == {"reference", "reference, constant"}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="times kernels with CUDA events: needs a GPU")
