@@ -1,15 +1,11 @@
 """Texts in packages: every installed Python source, or the user's own; no package is on both sides of the split."""
 
-import csv
 import hashlib
 import json
-import platform
 import site
 import sysconfig
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from importlib import metadata
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +15,13 @@ from torch import Tensor
 
 STANDARD_LIBRARY = "the standard library"
 TRAINING, HELD_OUT = "training", "held out"
-# copies of other packages, which may be on the other side
+# folders of copies of other packages, which may be on the other side
 VENDORED = {"_vendor", "vendor", "vendored", "_vendored", "extern", "externals", "third_party", "__pycache__"}
-_PACKAGES = {"site-packages", "dist-packages"}
+_INSTALLED = {"site-packages", "dist-packages"}
 # a text and its index, in one folder
 _TEXT, _INDEX = "corpus.bin", "corpus.json"
-
-
-@dataclass
-class Package:
-    """A distribution, the standard library, or an entry at the top of a folder: its files by their names."""
-
-    name: str
-    version: str | None = None
-    files: dict[str, Path] = field(default_factory=dict)
+# names of packages, with their files
+Packages = Mapping[str, list[Path]]
 
 
 @dataclass(frozen=True)
@@ -47,8 +36,8 @@ class Files:
 class Corpus:
     """A text of whole files, uint8, and which of them are on which side.
 
-    `description` is what a result says of it: sha256 (of every file's side, package, name and bytes), bytes and files
-    of each side, and of each package its name, version, side, bytes and files.
+    `description` is what a result says of it: sha256 (of every file's side, package and bytes), bytes and files of each
+    side, and of each package its name, side, bytes and files.
     """
 
     text: Tensor
@@ -57,54 +46,25 @@ class Corpus:
     description: dict[str, Any]
 
 
-def installed() -> list[Package]:
-    """The standard library, and every installed distribution, with their Python sources. Whatever no distribution lists
-    belongs to a package of its top folder's name."""
-    library = Path(sysconfig.get_path("stdlib"))
-    sources = (path for path in library.rglob("*.py") if path.is_file())  # not a link to nowhere
-    own = [path for path in sources if not _PACKAGES & set(path.relative_to(library).parts)]
-    found = {STANDARD_LIBRARY: _package(STANDARD_LIBRARY, platform.python_version(), library, own)}
-    roots = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")} | {Path(p) for p in _site_packages()}
-    for root in sorted(root.resolve() for root in roots if root.is_dir()):
-        owners = _owners(root)
-        for path in sorted(path for path in root.rglob("*.py") if path.is_file()):
-            relative = path.relative_to(root).as_posix()
-            top = relative.split("/")[0].removesuffix(".py")
-            name, version = owners.get(relative, (top, None))
-            found.setdefault(name, Package(name, version)).files.setdefault(relative, path)
-    return list(found.values())
+def installed() -> Packages:
+    """Python sources: the standard library, and every file or folder at the top of where packages are installed."""
+    own = _packages(Path(sysconfig.get_path("stdlib")), "*.py")
+    found = {STANDARD_LIBRARY: [path for name, paths in own.items() if name not in _INSTALLED for path in paths]}
+    roots = {Path(root).resolve() for root in (*site.getsitepackages(), sysconfig.get_path("purelib"))}
+    for root in sorted(root for root in roots if root.is_dir()):
+        for name, paths in _packages(root, "*.py").items():
+            found.setdefault(name, []).extend(paths)
+    return found
 
 
-def _site_packages() -> list[str]:
-    return site.getsitepackages() if hasattr(site, "getsitepackages") else []
-
-
-def _owners(root: Path) -> dict[str, tuple[str, str]]:
-    """Name and version of the distribution that lists a file, by its path below the root."""
-    owners = {}
-    for distribution in metadata.distributions(path=[str(root)]):
-        name = distribution.metadata["Name"]
-        if name:
-            of = (name.lower().replace("_", "-"), distribution.version)
-            # not distribution.files, which takes seconds for a package of ten thousand
-            listed = csv.reader((distribution.read_text("RECORD") or "").splitlines())
-            owners |= {row[0]: of for row in listed if row and row[0].endswith(".py")}
-    return owners
-
-
-def in_folder(path: Path) -> list[Package]:
-    """The user's own: each file or folder at the top is a package, its files those that are not hidden.
+def in_folder(path: Path) -> Packages:
+    """The user's own: each file or folder at the top is a package.
 
     Raises ValueError unless it is a folder with two packages or more.
     """
     if not path.is_dir():
         raise ValueError(f"data: expected a folder, got {str(path)!r}")
-    found = []
-    for top in sorted(path.iterdir()):
-        files = sorted(top.rglob("*")) if top.is_dir() else [top]
-        shown = [f for f in files if f.is_file() and not any(p.startswith(".") for p in f.relative_to(path).parts)]
-        if shown:
-            found.append(_package(top.name, None, path, shown))
+    found = _packages(path, "*")
     if len(found) < 2:
         raise ValueError(
             f"data: expected at least two files or folders in {str(path)!r}, to train on one and to read another, "
@@ -113,73 +73,72 @@ def in_folder(path: Path) -> list[Package]:
     return found
 
 
-def _package(name: str, version: str | None, root: Path, files: Iterable[Path]) -> Package:
-    return Package(name, version, {file.relative_to(root).as_posix(): file for file in sorted(files)})
+def _packages(root: Path, pattern: str) -> dict[str, list[Path]]:
+    """Files by the entry at the top, without those that are hidden or copies of other packages."""
+    found: dict[str, list[Path]] = {}
+    for file in sorted(root.rglob(pattern)):
+        parts = file.relative_to(root).parts
+        if file.is_file() and not VENDORED & set(parts[:-1]) and not any(part.startswith(".") for part in parts):
+            found.setdefault(parts[0].removesuffix(".py"), []).append(file)
+    return found
 
 
-def build(
-    packages: Sequence[Package], folder: Path, *, held_out: float = 0.15, most_bytes: int | None = None
-) -> Corpus:
+def build(packages: Packages, folder: Path, *, held_out: float = 0.15, most_bytes: int | None = None) -> Corpus:
     """Read the files and write them, with an index, to a folder that `load` reads.
 
-    Left out are empty files, files that are copies of an earlier one, and copies of other packages (folders called
-    _vendor and so on). Packages are held out in the order of their names' SHA-256, each that fits in the rest of the
-    share `held_out` of all bytes; the largest ones, which do not, train. most_bytes: take packages, in the reverse of
-    that order, two at least, until they have that many bytes.
+    Left out are empty files, and files that are copies of an earlier one. Packages are held out in the order of their
+    names' SHA-256, each that fits in the rest of the share `held_out` of all bytes; the largest ones, which do not,
+    train. most_bytes: take packages, in the reverse of that order, two at least, until they have that many bytes.
 
     Raises ValueError where either side stays empty.
     """
-    in_order = sorted(packages, key=lambda package: hashlib.sha256(package.name.encode()).digest())
-    texts: dict[str, dict[str, bytes]] = {}
-    seen: set[bytes] = set()
-    with ThreadPoolExecutor(16) as pool:
-        for package in reversed(in_order):
-            names = [name for name in package.files if not VENDORED & set(name.split("/")[:-1])]
-            contents = pool.map(lambda name, package=package: package.files[name].read_bytes(), names)
-            texts[package.name] = kept = {}
-            for name, content in zip(names, contents, strict=True):
-                digest = hashlib.sha256(content).digest()
-                if content and digest not in seen:
-                    seen.add(digest)
-                    kept[name] = content
-            sizes = [_size(files) for files in texts.values() if files]
-            if most_bytes is not None and len(sizes) > 1 and sum(sizes) >= most_bytes:
-                break
-    sides = _sides({package.name: _size(texts.get(package.name, {})) for package in in_order}, held_out)
-    versions = {package.name: package.version for package in in_order}
+    in_order = sorted(packages, key=lambda name: hashlib.sha256(name.encode()).digest())
+    texts: dict[str, list[bytes]] = {}
+    seen: set[bytes] = {hashlib.sha256(b"").digest()}
+    for name in reversed(in_order):
+        kept = []
+        for path in packages[name]:
+            content = path.read_bytes()
+            digest = hashlib.sha256(content).digest()
+            if digest not in seen:
+                seen.add(digest)
+                kept.append(content)
+        if kept:
+            texts[name] = kept
+        if most_bytes is not None and len(texts) > 1 and sum(map(_size, texts.values())) >= most_bytes:
+            break
+    sides = _sides({name: _size(texts[name]) for name in in_order if name in texts}, held_out)
     folder.mkdir(parents=True, exist_ok=True)
     rows, counts, begin, digest = {TRAINING: [], HELD_OUT: []}, [], 0, hashlib.sha256()
     with (folder / _TEXT).open("wb") as file:
-        for name in sorted(sides):
-            for path, content in texts[name].items():
+        for name, side in sorted(sides.items()):
+            for content in texts[name]:
                 file.write(content)
-                rows[sides[name]].append((begin, len(content)))
+                rows[side].append((begin, len(content)))
                 begin += len(content)
-                digest.update(repr((sides[name], name, path, hashlib.sha256(content).hexdigest())).encode())
-            side, size, number = sides[name], _size(texts[name]), len(texts[name])
-            counts.append({"name": name, "version": versions[name], "side": side, "bytes": size, "files": number})
+                digest.update(repr((side, name, hashlib.sha256(content).hexdigest())).encode())
+            counts.append({"name": name, "side": side, "bytes": _size(texts[name]), "files": len(texts[name])})
     description = {"sha256": digest.hexdigest()}
     for side in (TRAINING, HELD_OUT):
         own = [package for package in counts if package["side"] == side]
         if not own:
             raise ValueError(f"data: there is nothing {side}; expected at least two packages of similar size")
-        totals = {what: sum(package[what] for package in own) for what in ("bytes", "files")}
+        totals = {key: sum(package[key] for package in own) for key in ("bytes", "files")}
         description[side] = {"packages": len(own), **totals}
     (folder / _INDEX).write_text(json.dumps({"files": rows, "description": description | {"packages": counts}}))
     return load(folder)
 
 
-def _size(files: dict[str, bytes]) -> int:
-    return sum(map(len, files.values()))
+def _size(contents: list[bytes]) -> int:
+    return sum(map(len, contents))
 
 
 def _sides(sizes: dict[str, int], held_out: float) -> dict[str, str]:
-    """The side of every package that has bytes; sizes are in the order in which packages are held out."""
+    """The side of every package; sizes are in the order in which packages are held out."""
     sides, room = {}, held_out * sum(sizes.values())
     for name, size in sizes.items():
-        if size:
-            sides[name] = HELD_OUT if size <= room else TRAINING
-            room -= size if size <= room else 0
+        sides[name] = HELD_OUT if size <= room else TRAINING
+        room -= size if size <= room else 0
     if sides and HELD_OUT not in sides.values():
         # two or three packages of one size: the smallest
         sides[min(sides, key=lambda name: sizes[name])] = HELD_OUT

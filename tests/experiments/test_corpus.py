@@ -1,26 +1,23 @@
 """The text of the experiments: whole files, no package on both sides, crops within one file."""
 
-import importlib.metadata
 import itertools
 
 import numpy as np
 import pytest
 from language_models import corpus as corpora
-from language_models.corpus import HELD_OUT, STANDARD_LIBRARY, TRAINING, Package, TrainingCrops, build, held_out_starts
+from language_models.corpus import HELD_OUT, STANDARD_LIBRARY, TRAINING, TrainingCrops, build, held_out_starts
 
 
 @pytest.fixture
-def packages(tmp_path) -> list[Package]:
+def packages(tmp_path) -> dict:
     """Eight of 5 files each, every byte of which names its file, and one as large as all of them."""
-    found = []
     for number in range(9):
         folder = tmp_path / "data" / f"package{number}"
         folder.mkdir(parents=True)
         for file in range(5):
             size = (100 + 37 * file) * (8 if number == 8 else 1)
             (folder / f"file{file}.py").write_bytes(bytes([10 * number + file]) * size)
-        found.append(Package(folder.name, "1.0", {f.name: f for f in sorted(folder.iterdir())}))
-    return found
+    return corpora.in_folder(tmp_path / "data")
 
 
 def contents(corpus, files) -> list[bytes]:
@@ -33,7 +30,7 @@ def test_files_are_whole_and_on_the_side_of_their_package(packages, tmp_path):
     assert (written.text == corpus.text).all()
     assert written.description == corpus.description
     sides = {TRAINING: contents(corpus, corpus.training), HELD_OUT: contents(corpus, corpus.held_out)}
-    expected = sorted(path.read_bytes() for package in packages for path in package.files.values())
+    expected = sorted(path.read_bytes() for paths in packages.values() for path in paths)
     assert sorted(sides[TRAINING] + sides[HELD_OUT]) == expected
     of_side = {side: {text[0] // 10 for text in texts} for side, texts in sides.items()}
     assert not of_side[TRAINING] & of_side[HELD_OUT]
@@ -42,7 +39,7 @@ def test_files_are_whole_and_on_the_side_of_their_package(packages, tmp_path):
     for side, texts in sides.items():
         assert said[side] == {"packages": len(of_side[side]), "bytes": sum(map(len, texts)), "files": len(texts)}
     assert 0 < said[HELD_OUT]["bytes"] <= 0.2 * corpus.text.numel()
-    assert {p["name"]: p["version"] for p in said["packages"]} == {p.name: "1.0" for p in packages}
+    assert {p["name"] for p in said["packages"]} == set(packages)
 
 
 def test_hash_depends_on_texts_and_split(packages, tmp_path):
@@ -50,22 +47,21 @@ def test_hash_depends_on_texts_and_split(packages, tmp_path):
         return build(packages, tmp_path / "corpus", **options).description["sha256"]
 
     first = sha256(packages)
-    assert sha256(packages[::-1]) == first
+    assert sha256(dict(reversed(packages.items()))) == first
     assert sha256(packages, held_out=0.3) != first
-    path = packages[3].files["file2.py"]
+    path = packages["package3"][2]
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     assert sha256(packages) != first
 
 
 def test_copies_and_vendored_packages_are_left_out(packages, tmp_path):
     """Else a held-out file might have been trained on."""
-    packages[0].files["_vendor/other.py"] = packages[1].files["file0.py"]
     whole = build(packages, tmp_path / "corpus").text.numel()
-    (tmp_path / "copy.py").write_bytes(packages[1].files["file0.py"].read_bytes())
-    packages[2].files["copy.py"] = tmp_path / "copy.py"
-    (tmp_path / "new.py").write_bytes(b"new")
-    packages[4].files["_vendor/x/new.py"] = tmp_path / "new.py"
-    corpus = build(packages, tmp_path / "corpus")
+    for name in ("package0/_vendor/other.py", "package2/copy.py", "package4/_vendor/x/new.py"):
+        path = tmp_path / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"new" if path.name == "new.py" else packages["package1"][0].read_bytes())
+    corpus = build(corpora.in_folder(tmp_path / "data"), tmp_path / "corpus")
     assert corpus.text.numel() == whole
     assert len(set(contents(corpus, corpus.training)) & set(contents(corpus, corpus.held_out))) == 0
 
@@ -80,7 +76,7 @@ def test_a_part_of_the_corpus_is_made_of_whole_packages(packages, tmp_path):
         assert len(sizes) == 2 or sum(sizes.values()) - max(sizes.values()) < most
         assert corpus.held_out.lengths.sum() > 0
     with pytest.raises(ValueError, match="there is nothing training"):
-        build(packages[:1], tmp_path / "corpus")
+        build({"package0": packages["package0"]}, tmp_path / "corpus")
 
 
 def test_crops_are_uniform_within_files(packages, tmp_path):
@@ -121,9 +117,9 @@ def test_folder_entries_are_packages(packages, tmp_path):
     (tmp_path / "data" / ".hidden").write_text("hidden")
     (tmp_path / "data" / "package1" / ".git").mkdir()
     (tmp_path / "data" / "package1" / ".git" / "x").write_text("hidden")
-    found = {package.name: set(package.files) for package in corpora.in_folder(tmp_path / "data")}
-    assert found["alone.txt"] == {"alone.txt"}
-    assert found["package1"] == {f"package1/file{n}.py" for n in range(5)}
+    found = corpora.in_folder(tmp_path / "data")
+    assert found["alone.txt"] == [tmp_path / "data" / "alone.txt"]
+    assert found["package1"] == [tmp_path / "data" / "package1" / f"file{n}.py" for n in range(5)]
     assert len(found) == 10
     with pytest.raises(ValueError, match="data: expected at least two files or folders"):
         corpora.in_folder(tmp_path / "data" / "package1" / ".git")
@@ -131,13 +127,10 @@ def test_folder_entries_are_packages(packages, tmp_path):
         corpora.in_folder(tmp_path / "nowhere")
 
 
-def test_installed_sources_belong_to_their_distributions():
-    found = {package.name: package for package in corpora.installed()}
-    assert any(name.endswith("heapq.py") for name in found[STANDARD_LIBRARY].files)
-    assert not any("site-packages" in name for name in found[STANDARD_LIBRARY].files)
-    torch = found["torch"]
-    assert torch.version == importlib.metadata.version("torch")
-    assert torch.files["torch/functional.py"].is_file()
-    assert not any(name.startswith("torch/") for name in found["numpy"].files)
-    names = [path for package in found.values() for path in package.files.values()]
-    assert len(names) == len(set(names))
+def test_installed_sources_belong_to_one_package():
+    found = corpora.installed()
+    assert any(path.name == "heapq.py" for path in found[STANDARD_LIBRARY])
+    assert not any("site-packages" in path.parts for path in found[STANDARD_LIBRARY])
+    assert any(path.parts[-2:] == ("torch", "functional.py") for path in found["torch"])
+    paths = [path for package in found.values() for path in package]
+    assert len(paths) == len(set(paths))
