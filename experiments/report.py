@@ -26,7 +26,7 @@ from typing import Any
 
 import matplotlib
 from benchmarks.sequences import PAGE, PAGED
-from benchmarks.training import BASELINE, IDENTITY, VARIANTS, setting_of
+from benchmarks.training import BASELINE, IDENTITY, setting_of
 from matplotlib.figure import Figure
 from shared.plots import kilo
 from shared.provenance import ROOT, trees_of
@@ -524,7 +524,7 @@ def training_speed(results: Results, report: Report) -> list[str]:
         shares = row["attention_share"] is not None and name != IDENTITY
         return text + (f" ({row['attention_share']:.0%})" if shares else "")
 
-    rows = {name: VARIANTS[name].label for name in VARIANTS if any(key[0] == name for key in found)}
+    rows = {name: label for name, label in report["variants"].items() if any(key[0] == name for key in found)}
     absent = sorted({entry["variant"] for entry in report["missing"] if entry["kind"] == "absent"})
     failed = ["{variant}, {setting}: {kind}".format(**e) for e in report["missing"] if e["kind"] != "absent"]
     said = [f"{where(report, 3)} ({results.link(TRAINING_FILE)})."]

@@ -6,20 +6,17 @@
     python experiments/benchmarks/training.py --lengths 8192 --compiled-lengths --variants ours cudnn-rotary identity
     python experiments/benchmarks/training.py --strategies all       # on two GPUs: 7 runs of the toy LM, 18 minutes
 
-Every variant steps on the same parameters and the same tokens; its first step is held against float64 before it is
-timed. Steps follow one another for --seconds, in interleaved rounds, so that all meet the power limit. Eager at every
-length, compiled at --compiled-lengths, which cost most of the time: each variant is compiled again for each of them. A
-setting (head dimension, length, eager or compiled) is done or not: --output keeps those that are. attention_share is
-1 − the time of the same step with v for attention and decay, over that of the step. A first step's loss and gradients
-may be off by twice the error of the eager reference in the same precision, plus eps. Gates "as trained" have the
-half-lives of the trained toy LM. The exit status is 1 if a variant of ours is wrong or fails. Without a GPU there are
-no speeds: the checks run on a tiny model, ours in Triton's interpreter.
+Every variant steps on the same parameters and the same tokens. Its first step is held against float64 before it is
+timed: loss and gradients may be off by twice the error of the eager reference in the same precision, plus eps. Steps
+follow one another for --seconds, in interleaved rounds. A setting (head dimension, length, eager or compiled) is done
+or not: --output keeps those that are. attention_share is 1 − the time of the same step with v for attention and decay,
+over that of the step. The exit status is 1 if a variant of ours is wrong or fails. Without a GPU there are no speeds:
+the checks run on a tiny model, ours in Triton's interpreter.
 
 --strategies runs train_toy_lm.py as a user starts it, once per strategy: the same weights, bytes and total batch, its
-gradients checked against one process first and last. "one" is one device; "one again" repeats it, because the atomic
-additions of a gradient have no fixed order: the difference of the two is noise. Speeds are of the median step between
-validations, without the first stretch; losses are differences of the mean training loss from that of one device.
-Without a GPU a tiny model takes a few steps in two processes.
+gradients checked against one process first and last. "one again" repeats "one": atomic additions have no fixed order,
+and the difference of the two is noise. Speeds are of the median step between validations, without the first stretch;
+losses are differences of the mean training loss from that of one device.
 """
 
 import argparse
@@ -28,7 +25,6 @@ import copy
 import functools
 import itertools
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -43,7 +39,6 @@ from typing import Any, NamedTuple
 # in this process: the pool of processes that compiles for FlexAttention has hung for good (torch 2.11)
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -82,8 +77,6 @@ OPTIONS = {
 }
 # options that all settings of a report share
 SETUP = ("tokens", "layers", "width", "vocabulary", "check_length", "backend", "rounds", "seconds", "seed")
-# trained gates: mean half-lives of every head of the toy language model
-TRAINED = ROOT / "results/train_h200/attention.json"
 IDENTITY, BASELINE = "identity", "cudnn-rotary"
 
 
@@ -105,7 +98,7 @@ def measure(run: Run) -> None:
     options = run.options
     if options.strategies:
         return measure_strategies(run)
-    run.report["variants"] = {name: VARIANTS[name].label for name in options.variants}
+    run.report["variants"] = {name: variant.label for name, variant in VARIANTS.items()}
     run.resume(**{name: getattr(options, name) for name in SETUP})
     settings = [
         Setting(options.layers, options.width, head_dim, options.vocabulary, max(1, options.tokens // length), length,
@@ -257,54 +250,37 @@ def identity(setting: Setting, backend: str, kind: str) -> nn.Module:
 class Variant:
     """One attention. `kind`: "decay", "rotary", "none", or "identity" without attention, which is not checked.
 
-    layer(setting, backend, kind), the backend being that of ours, makes it or raises Absent. trained: its decay has the
-    half-lives of a trained model, not the initial ones.
+    layer(setting, backend, kind), the backend being that of ours, makes it or raises Absent.
     """
 
     name: str
     label: str
     kind: str
     layer: Callable[[Setting, str, str], nn.Module]
-    trained: bool = False
 
     @property
     def ours(self) -> bool:
         return self.name.startswith("ours")
 
 
-_FLEX, _FLA, _FOX, _PRUNED = (
-    functools.partial(other, peer=peer)
-    for peer in (peers.OTHERS["flex-grad"], peers.OTHERS["fla"], peers.OTHERS["fox"], peers.PRUNED)
-)
-_PRUNED_FOX = "Forgetting Transformer, decay, pruned"
-VARIANTS = {
-    variant.name: variant for variant in (
-        Variant("ours", "decayattn, decay", "decay", ours),
-        Variant("ours-trained", "decayattn, decay, gates as trained", "decay", ours, trained=True),
-        Variant("ours-whole", "decayattn, decay, nothing skipped", "decay",
-                functools.partial(ours, skip_tolerance=None)),
-        Variant("ours-rotary", "decayattn, rotary, no decay", "rotary", ours),
-        Variant(BASELINE, "cuDNN (SDPA), rotary, no decay", "rotary", sdpa),
-        Variant("cudnn", "cuDNN (SDPA), no position, no decay", "none", sdpa),
-        Variant("flex", "FlexAttention, decay", "decay", _FLEX),
-        Variant("fla", "flash-linear-attention, decay", "decay", _FLA),
-        Variant("fox", "Forgetting Transformer, decay", "decay", _FOX),
-        Variant("fox-pruned", _PRUNED_FOX, "decay", _PRUNED),
-        Variant("fox-pruned-trained", f"{_PRUNED_FOX}, gates as trained", "decay", _PRUNED, trained=True),
-        Variant(IDENTITY, "no attention (its output is v)", IDENTITY, identity),
-    )
-}
+def _variants() -> Iterator[Variant]:
+    yield Variant("ours", "decayattn, decay", "decay", ours)
+    yield Variant("ours-whole", "decayattn, decay, nothing skipped", "decay",
+                  functools.partial(ours, skip_tolerance=None))
+    yield Variant("ours-rotary", "decayattn, rotary, no decay", "rotary", ours)
+    yield Variant(BASELINE, "cuDNN (SDPA), rotary, no decay", "rotary", sdpa)
+    yield Variant("cudnn", "cuDNN (SDPA), no position, no decay", "none", sdpa)
+    for name, label, peer in (
+        ("flex", "FlexAttention, decay", peers.OTHERS["flex-grad"]),
+        ("fla", "flash-linear-attention, decay", peers.OTHERS["fla"]),
+        ("fox", "Forgetting Transformer, decay", peers.OTHERS["fox"]),
+        ("fox-pruned", "Forgetting Transformer, decay, pruned", peers.PRUNED),
+    ):
+        yield Variant(name, label, "decay", functools.partial(other, peer=peer))
+    yield Variant(IDENTITY, "no attention (its output is v)", IDENTITY, identity)
 
 
-def trained_half_lives(layers: int, heads: int) -> list[list[float]]:
-    """Mean half-lives of the toy model's heads [layer][head], in tokens, stretched to `layers` and `heads`.
-
-    Layer and rank of a head among the half-lives of its layer are kept, in between it is geometric.
-    """
-    found = [sorted(layer["half_lives"]) for layer in json.loads(TRAINED.read_text())["rows"][-1]["layers"]]
-    at = np.linspace(0, 1, heads)
-    layers_of = (np.log(found[layer * len(found) // layers]) for layer in range(layers))
-    return [np.exp(np.interp(at, np.linspace(0, 1, len(own)), own)).tolist() for own in layers_of]
+VARIANTS = {variant.name: variant for variant in _variants()}
 
 
 class Models:
@@ -323,20 +299,12 @@ class Models:
     def decoder(self, variant: Variant, length: int) -> Decoder:
         """The variant's own modules on the common parameters; raises Absent."""
         setting = self.setting._replace(length=length)
-        return self.tied(lambda: variant.layer(setting, self.backend, variant.kind), variant.trained)
+        return self.tied(lambda: variant.layer(setting, self.backend, variant.kind))
 
-    def tied(self, attention: Callable[[], nn.Module], trained: bool) -> Decoder:
+    def tied(self, attention: Callable[[], nn.Module]) -> Decoder:
         with torch.device(self.device):
             model = Decoder(self.setting, attention)
         model.load_state_dict(self.base.state_dict(keep_vars=True), strict=False, assign=True)
-        if trained:
-            half_lives = trained_half_lives(self.setting.layers, self.setting.heads)
-            for block, lives in zip(model.blocks, half_lives, strict=True):
-                decay = block.attention.decay = copy.deepcopy(block.attention.decay)
-                log_decay = -math.log(2) / torch.tensor(lives, dtype=torch.float64)
-                with torch.no_grad():
-                    decay.weight.zero_()
-                    decay.bias.copy_(log_decay - (-torch.expm1(log_decay)).log())
         return model
 
     def step(self, model: Decoder) -> Tensor:
@@ -374,19 +342,18 @@ def check(models: Models, run: Run) -> Iterator[Variant]:
     length = min(run.options.check_length, models.setting.length)
     tokens = models.tokens[:1, : length + 1]
     eps = torch.finfo(torch.bfloat16 if models.device == "cuda" else torch.float32).eps
-    known: dict[tuple[str, bool], tuple[Step, dict[str, float]]] = {}
+    known: dict[str, tuple[Step, dict[str, float]]] = {}
     for variant in (VARIANTS[name] for name in run.options.variants):
         if variant.kind == IDENTITY:
             yield variant
             continue
-        key, where = (variant.kind, variant.trained), {"setting": str(models.setting), "variant": variant.name}
-        if key not in known:
-            reference = functools.partial(ours, models.setting, "reference", variant.kind)
-            eager = models.tied(reference, variant.trained)
+        kind, where = variant.kind, {"setting": str(models.setting), "variant": variant.name}
+        if kind not in known:
+            eager = models.tied(functools.partial(ours, models.setting, "reference", kind))
             exact = first_step(copy.deepcopy(eager).double(), tokens, contextlib.nullcontext())
             of_eager = relative_errors(first_step(eager, tokens, mixed(models.device)), exact)
-            known[key] = exact, {name: 2 * x + eps for name, x in of_eager.items()}
-        exact, budget = known[key]
+            known[kind] = exact, {name: 2 * x + eps for name, x in of_eager.items()}
+        exact, budget = known[kind]
         with run.attempt(ours=variant.ours, **where):
             with cudnn():
                 found = first_step(models.decoder(variant, length), tokens, mixed(models.device))
@@ -576,7 +543,8 @@ def draw(report: dict[str, Any]) -> Any:
     for panel, (compiled, head_dim) in zip(panels, panels_of, strict=True):
         same = [row for row in rows if (row["compiled"], row["head_dim"]) == (compiled, head_dim)]
         for name in dict.fromkeys(row["variant"] for row in same):
-            _draw_variant(panel, name, sorted((r for r in same if r["variant"] == name), key=lambda r: r["length"]))
+            own = sorted((row for row in same if row["variant"] == name), key=lambda row: row["length"])
+            _draw_variant(panel, name, "no decay" in report["variants"][name], own)
         panel.set_title(f"D = {head_dim}, {'torch.compile' if compiled else 'eager'}", fontsize="medium")
         length_axis(panel, sorted({row["length"] for row in same}))
         panel.set_ylim(bottom=0)
@@ -584,19 +552,18 @@ def draw(report: dict[str, Any]) -> Any:
         panel.set_xlabel("tokens of context")
     panels[0].set_ylabel("tokens per second")
     handles = legend_entries(panels)
-    figure.legend(handles.values(), [VARIANTS[name].label for name in handles], loc="outside lower center", ncols=2,
+    figure.legend(handles.values(), [report["variants"][name] for name in handles], loc="outside lower center", ncols=2,
                   frameon=False, fontsize="small")
     return figure
 
 
-def _draw_variant(panel: Any, name: str, rows: list[dict[str, Any]]) -> None:
+def _draw_variant(panel: Any, name: str, without_decay: bool, rows: list[dict[str, Any]]) -> None:
     tokens = [row["tokens_per_second"] for row in rows]
     limits = [[row["batch"] * row["length"] / row["ms_range"][end] * 1e3 for row in rows] for end in (1, 0)]
     bars = [[abs(a - b) for a, b in zip(tokens, limit, strict=True)] for limit in limits]
-    without = VARIANTS[name].kind != "decay" and name != IDENTITY
     panel.errorbar(
         [row["length"] for row in rows], tokens, yerr=bars, label=name, capsize=3,
-        color=_COLOURS[name.split("-")[0]], linestyle="--" if without else ":" if name == IDENTITY else "-",
+        color=_COLOURS[name.split("-")[0]], linestyle="--" if without_decay else ":" if name == IDENTITY else "-",
         marker=_MARKERS.get(name.split("-")[-1], "o"), markersize=5,
         linewidth=2.4 if name.startswith("ours") else 1.4,
     )

@@ -49,12 +49,6 @@ def test_all_variants_have_the_same_weights(models):
         model = models.decoder(VARIANTS[name], SETTING.length)
         shared = dict(models.base.named_parameters())
         assert all(parameter is shared[key] for key, parameter in model.named_parameters())
-    trained = models.decoder(VARIANTS["ours-trained"], SETTING.length)
-    own = {key for key, parameter in trained.named_parameters() if parameter is not shared[key]}
-    assert own == {f"blocks.{n}.attention.decay.{part}" for n in range(2) for part in ("weight", "bias")}
-    decays = [block.attention.decay for block in trained.blocks]
-    lives = torch.stack([decay.half_lives(torch.randn(1, decay.embed_dim))[0] for decay in decays])
-    torch.testing.assert_close(lives, torch.tensor(training.trained_half_lives(2, 2)), rtol=1e-4, atol=0)
 
 
 def test_a_step_leaves_the_weights_as_they_are(models):
@@ -65,15 +59,6 @@ def test_a_step_leaves_the_weights_as_they_are(models):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())
     assert models.optimizer.state  # it has stepped
-
-
-def test_trained_half_lives_are_those_of_the_toy_model():
-    source = [layer["half_lives"] for layer in json.loads(training.TRAINED.read_text())["rows"][-1]["layers"]]
-    assert training.trained_half_lives(8, 8) == [pytest.approx(sorted(layer)) for layer in source]
-    stretched = training.trained_half_lives(12, 12)
-    assert [len(layer) for layer in stretched] == [12] * 12
-    assert all(layer == sorted(layer) for layer in stretched)
-    assert stretched[11][-1] == pytest.approx(max(source[7]))
 
 
 def test_timed_steps_interleave_and_survive_a_failure(models, monkeypatch):

@@ -185,7 +185,8 @@ def test_missing_runs_are_named(results):
     ]
     missing = [{"variant": "fla", "setting": "D64", "kind": "absent"},
                {"variant": "fox", "setting": "D64 B4 T8192 eager", "kind": "failed"}]
-    put(results, "benchmark_training.json", rows=rows, missing=missing)
+    variants = {"ours": "decayattn, decay", "identity": "no attention (its output is v)", "fla": "fla, decay"}
+    put(results, "benchmark_training.json", rows=rows, missing=missing, variants=variants)
     said = report.training_speed(results)
     assert "| decayattn, decay | 300, 1.50 (25%) |" in said
     assert "| no attention (its output is v) | 400, 2.00 |" in said
