@@ -1,7 +1,7 @@
 """Speed of packed sequences, sliding windows, decoding and generation; correct first. Usage::
 
     python experiments/benchmarks/sequences.py                              # on a GPU: all of it
-    python experiments/benchmarks/sequences.py --what decode --decode-batch 16       # part of it, smaller
+    python experiments/benchmarks/sequences.py --what decode                # part of it
 
 * packed: decay_attention_varlen on documents of mixed length, and decay_attention with a sliding window. They are
   compared with a dense batch, and with one of as many tokens and visible pairs as the documents ("dense alike").
@@ -19,7 +19,6 @@ not timed; generate is timed by the clock, on that CPU. The JSON is written afte
 run keeps its results.
 """
 
-import argparse
 import copy
 import functools
 import itertools
@@ -27,6 +26,7 @@ import math
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -54,29 +54,25 @@ OPTIONS = {
     "seconds": (0.03, 0.03, "time of one figure of a kernel"),
     "rounds": (5, 2, "interleaved rounds"),
     "backend": ("auto", "triton", "our backend in the packed part", registry.NAMES),
-    "packed_head_dims": ([64, 128], [16], "head dimensions D = D_v"),
-    "packed_heads": (16, 2, "heads H"),
-    "packed_documents": (64, 5, "documents"),
-    "packed_document_lengths": ([64, 4096], [3, 70], "least and largest length, drawn uniformly in the logarithm"),
-    "packed_batch": (4, 1, "sequences of the dense batch"),
-    "packed_length": (8192, 140, "their length"),
-    "packed_window": (1024, 40, "tokens to the left that the sliding window shows"),
-    "decode_batch": (64, 2, "cache entries B"),
-    "decode_heads": (32, 4, "query heads H"),
-    "decode_kv_heads": (8, 2, "key heads H_kv"),
-    "decode_head_dim": (128, 16, "head dimension D = D_v"),
-    "decode_tokens": (32768, 150, "tokens in the cache, the new one among them"),
-    "generate_layers": (4, 2, "blocks of the model"),
-    "generate_width": (256, 32, "width of the model"),
-    "generate_heads": (4, 2, "heads of the model"),
-    "generate_half_lives": ([4.0, 64.0], [1.0, 2.0], "half-lives in tokens, of the fastest and the slowest head"),
-    "generate_tolerance": (2.0**-24, 2.0**-24, "probability that evictions may cost a row"),
-    "generate_evict_every": (128, 16, "tokens between two evictions"),
-    "generate_prompt": (8192, 128, "tokens (bytes) of the prompt"),
-    "generate_timed": (512, 32, "tokens written per mode and round"),
     "generate_stream": (100_000, 400, "tokens of the long text, written with evictions"),
     "output": harness.output("benchmark_sequences.json"),
 }
+
+
+# on a GPU, and on a CPU, where kernels are interpreted. dense: lengths of the dense batch. step, model: arguments of
+# Step and build_model. half_lives, evict_every, prompt and written are in tokens
+SIZES = {
+    "cuda": Namespace(
+        head_dims=(64, 128), heads=16, documents=64, shortest=64, longest=4096, dense=(8192,) * 4, window=1024,
+        step=(64, 32, 8, 128, 32768), model=(4, 256, 4), half_lives=(4.0, 64.0), evict_every=128, prompt=8192,
+        written=512,
+    ),
+    "cpu": Namespace(
+        head_dims=(8,), heads=2, documents=3, shortest=2, longest=20, dense=(24,) * 2, window=5, step=(2, 4, 2, 8, 50),
+        model=(2, 32, 2), half_lives=(1.0, 2.0), evict_every=16, prompt=128, written=32,
+    ),
+}
+TOLERANCE = 2.0**-24  # probability that evictions may cost a row
 
 
 def measure(run: Run) -> None:
@@ -161,25 +157,24 @@ def document_lengths(count: int, shortest: int, longest: int, seed: int) -> tupl
     return tuple(int(length) for length in lengths.clamp(shortest, longest))
 
 
-def workloads(options: argparse.Namespace, head_dim: int) -> list[Workload]:
+def workloads(options: Namespace, sizes: Namespace, head_dim: int) -> list[Workload]:
     """The dense call, the packed one and a dense one of the same work, and the one with a window."""
-    shape = (options.packed_heads, head_dim, options.dtype, options.mean_log_decay)
-    dense = (options.packed_length,) * options.packed_batch
-    documents = document_lengths(options.packed_documents, *options.packed_document_lengths, options.seed)
+    shape = (sizes.heads, head_dim, options.dtype, options.mean_log_decay)
+    documents = document_lengths(sizes.documents, sizes.shortest, sizes.longest, options.seed)
     length = round(sum(length**2 for length in documents) / sum(documents))
     alike = (length,) * max(1, round(sum(documents) / length))
     return [
-        Workload(DENSE, dense, *shape), Workload("packed", documents, *shape, packed=True),
-        Workload(ALIKE, alike, *shape), Workload("window", dense, *shape, left=options.packed_window),
+        Workload(DENSE, sizes.dense, *shape), Workload("packed", documents, *shape, packed=True),
+        Workload(ALIKE, alike, *shape), Workload("window", sizes.dense, *shape, left=sizes.window),
     ]
 
 
 def packed(run: Run) -> None:
     """Check every workload, then time those that are right."""
-    options = run.options
-    for head_dim in options.packed_head_dims:
+    options, sizes = run.options, SIZES[run.device]
+    for head_dim in sizes.head_dims:
         print(f"\npacked sequences and a sliding window, D {head_dim}", flush=True)
-        chosen = {workload.name: workload for workload in workloads(options, head_dim)}
+        chosen = {workload.name: workload for workload in workloads(options, sizes, head_dim)}
         places = {name: {"section": "packed", "case": str(workload)} for name, workload in chosen.items()}
         prepared: dict[str, Parts] = {}
         for name, workload in chosen.items():
@@ -298,10 +293,7 @@ def verify_step(step: Step, inputs: dict[str, Tensor], decay: str, results: tupl
 def decode(run: Run) -> None:
     """Check the step with every decay, then time those that are right."""
     options = run.options
-    step = Step(
-        options.decode_batch, options.decode_heads, options.decode_kv_heads, options.decode_head_dim,
-        options.decode_tokens, options.dtype,
-    )
+    step = Step(*SIZES[run.device].step, options.dtype)
     print(f"\none new token over a cache: {step}", flush=True)
     calls: dict[str, Callable[[], object]] = {}
     with run.attempt(section="decode", case=str(step)):
@@ -465,15 +457,14 @@ def last_logits(model: ByteLM, tokens: Tensor, eviction: Eviction, mode: str) ->
 @torch.no_grad()
 def generate(run: Run) -> None:
     """Check the logits, time every mode, and write a long text with evictions; also on a CPU, by the clock."""
-    options, device = run.options, run.report["device"]
-    shape = options.generate_layers, options.generate_width, options.generate_heads
+    options, sizes, device = run.options, SIZES[run.device], run.report["device"]
     case = "{} layers, width {}, {} heads, {}, half-lives {:g} to {:g}, tolerance {:.1e}".format(
-        *shape, options.dtype, *options.generate_half_lives, options.generate_tolerance
+        *sizes.model, options.dtype, *sizes.half_lives, TOLERANCE
     )
     print(f"\ntext from a model with random weights, on {device}: {case}", flush=True)
     with run.attempt(section="generate", case=case):
-        model = build_model(*shape, options.generate_half_lives, DTYPES[options.dtype], run.device, options.seed)
-        eviction = Eviction(options.generate_evict_every, options.generate_tolerance)
+        model = build_model(*sizes.model, sizes.half_lives, DTYPES[options.dtype], run.device, options.seed)
+        eviction = Eviction(sizes.evict_every, TOLERANCE)
         generator = torch.Generator().manual_seed(options.seed)
         text = torch.randint(BYTES, (1, MOST_CHECKED_TOKENS), generator=generator).to(run.device)
         checked = min(held_bound(model, eviction) + 2 * eviction.every + CHECKED_STEPS, MOST_CHECKED_TOKENS)
@@ -481,8 +472,8 @@ def generate(run: Run) -> None:
         outside = [mode for mode, x in ratios.items() if not x <= 1]
         if not run.right(outside, [f"{mode}: {x:.3f}" for mode, x in ratios.items()], section="generate", case=case):
             return
-        prompt = torch.randint(BYTES, (1, options.generate_prompt), generator=generator).to(run.device)
-        count = options.generate_timed
+        prompt = torch.randint(BYTES, (1, sizes.prompt), generator=generator).to(run.device)
+        count = sizes.written
         speeds = {mode: spread([count / x for x in found], "tokens_per_second")
                   for mode, found in time_modes(model, prompt, count, options.rounds, eviction).items()}
         about = {"case": case, "device": device, "prompt": prompt.shape[1], "count": count}

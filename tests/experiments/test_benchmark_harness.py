@@ -207,12 +207,7 @@ def test_graphs_replay_several_calls(stand_in):
 
 TINY = {
     overhead: "--length 8 --heads 1 --head-dims 8 --rounds 2 --calls 2 --peers fox",
-    sequences: """
-        --packed-head-dims 8 --packed-heads 2 --packed-documents 3 --packed-document-lengths 2 20
-        --packed-batch 2 --packed-length 24 --packed-window 5
-        --decode-batch 2 --decode-heads 4 --decode-kv-heads 2 --decode-head-dim 8 --decode-tokens 50
-        --generate-layers 1 --generate-width 16 --generate-heads 2 --generate-prompt 20 --generate-timed 8
-        --generate-half-lives 1 2 --generate-evict-every 8 --generate-stream 200 --rounds 2""",
+    sequences: "--generate-stream 200",
     skipping: "--studies pruning --pruning 600 --heads 1",
     training: "--layers 1 --width 16 --head-dims 8 --lengths 20 --tokens 40 --backend triton",
 }
@@ -244,7 +239,7 @@ def test_benchmarks_check_kernels_without_a_gpu(module, tmp_path, monkeypatch, c
         assert [check["section"] for check in read["checks"]] == ["packed"] * 4 + ["decode"] * 6 + ["generate"]
         assert [row["mode"] for row in read["generate"]] == ["recompute", "cache", "captured", "evict"]
         assert max(read["stream"]["after"]) <= read["stream"]["held_bound"] < 200
-        assert len(read["stream"]["after"]) == 200 // 8
+        assert len(read["stream"]["after"]) == 200 // 16
 
 
 def test_attention_script_interprets_kernels_by_itself(interpreter):
@@ -267,7 +262,6 @@ def test_attention_script_interprets_kernels_by_itself(interpreter):
     (attention, "--dtype bfloat16", "expected float16 or float32, got bfloat16"),
     (attention, "--before nowhere", "nowhere holds no decayattn/__init__.py"),
     (sequences, "--what nothing", "invalid choice: 'nothing'"),
-    (sequences, "--generate-half-lives 0 2", "expected a positive number, got 0"),
     (context, "--decays fast", "expected none, alibi or a number, got 'fast'"),
     (context, "--modes ring", "invalid choice: 'ring'"),
     (training, "--head-dims 7", "expected even divisors of the width, 32, got 7"),

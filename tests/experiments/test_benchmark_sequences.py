@@ -1,9 +1,9 @@
 """The benchmark of packed sequences, decoding and generation: its arithmetic, its checks, its timed run."""
 
-import argparse
 import itertools
 import math
 import shlex
+from argparse import Namespace
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"  # of the decode kernels
 
 @pytest.fixture
 def timed(monkeypatch):
+    monkeypatch.setitem(sequences.SIZES, "cuda", sequences.SIZES["cpu"])
     count_milliseconds(monkeypatch, DEVICE)
 
 
@@ -77,7 +78,7 @@ def test_bytes_of_a_step_are_those_of_the_tensors_it_reads(decay):
 
 def test_workloads_attend_within_documents_and_windows():
     """Against the dense call on every document alone, and with the window."""
-    for workload in sequences.workloads(harness.parse(sequences, shlex.split(TINY[sequences])), head_dim=8):
+    for workload in sequences.workloads(harness.parse(sequences, []), sequences.SIZES["cpu"], head_dim=8):
         inputs = workload.inputs("cpu", seed=0)
         call = workload.prepare(inputs, "reference", "cpu")
         out = call.forward()
@@ -143,8 +144,8 @@ def test_timed_run_reports_every_part():
 
 
 def test_the_dense_batch_alike_has_the_documents_work():
-    options = argparse.Namespace(**{name: on_gpu for name, (on_gpu, *_) in sequences.OPTIONS.items()}, seed=0)
-    chosen = {workload.name: workload for workload in sequences.workloads(options, head_dim=64)}
+    options = Namespace(dtype="bfloat16", mean_log_decay=-0.01, seed=0)
+    chosen = {workload.name: workload for workload in sequences.workloads(options, sequences.SIZES["cuda"], 64)}
     documents, alike = chosen["packed"], chosen["dense alike"]
     assert sum(alike.lengths) == pytest.approx(sum(documents.lengths), rel=0.02)
     assert alike.flops("forward") == pytest.approx(documents.flops("forward"), rel=0.02)
@@ -228,7 +229,8 @@ def test_logits_are_held_to_the_error_without_a_cache(dtype, monkeypatch):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-def test_a_gpu_times_everything():
+def test_a_gpu_times_everything(monkeypatch):
+    monkeypatch.setitem(sequences.SIZES, "cuda", sequences.SIZES["cpu"])
     report = run("--seconds", "0.001").report
     assert [len(report[part]) for part in ("packed", "decode", "generate")] == [8, 7, len(sequences.MODES)]
     assert report["missing"] == []
@@ -241,7 +243,9 @@ def test_failures_are_listed_and_leave_the_others_alone(monkeypatch):
 
     hide_gpu(monkeypatch)
     monkeypatch.setattr(Workload, "inputs", too_big)
-    report = run("--what", "decode", "packed", "generate", "--decode-kv-heads", "3", "--generate-width", "9").report
+    monkeypatch.setattr(sequences.SIZES["cpu"], "step", (2, 4, 3, 8, 50))
+    monkeypatch.setattr(sequences.SIZES["cpu"], "model", (1, 9, 2))
+    report = run("--what", "decode", "packed", "generate").report
     missing = {entry["section"]: entry for entry in report["missing"]}
     assert len(report["missing"]) == 6 + 4 + 1
     assert list(missing) == ["decode", "packed", "generate"]
