@@ -10,7 +10,6 @@ picture holds the digest of its figures, by which --check finds an old one.
 
 import argparse
 import difflib
-import functools
 import hashlib
 import json
 import math
@@ -51,12 +50,12 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     picture = root / "results" / PICTURE
     try:
         new = {root / name: rewritten(root / name, Results(root / "results", at)) for name, at in PAGES.items()}
-        digest = digest_of(bars_of(Results(root / "results")))
-        if not (picture.exists() and digest in picture.read_text(encoding="utf-8")):
-            new[picture] = svg(bars_of(Results(root / "results")))
+        bars = bars_of(Results(root / "results"))
     except Refused as error:
         print(error, file=sys.stderr)
         return 1
+    if not (picture.exists() and digest_of(bars) in picture.read_text(encoding="utf-8")):
+        new[picture] = svg(bars)
     for path, text in new.items():
         old, name = path.read_text(encoding="utf-8") if path.exists() else "", str(path.relative_to(root))
         if old != text:
@@ -124,14 +123,11 @@ def block(*names: str, image: str = "") -> Callable[[Callable[..., list[str]]], 
     an image's text, the figure of the first file comes first."""
 
     def register(lines: Callable[..., list[str]]) -> Callable[[Results], list[str]]:
-        @functools.wraps(lines)
         def of(results: Results) -> list[str]:
-            reports = [results.load(name) for name in names]
             first = f"![{image}]({results.prefix}{Path(names[0]).with_suffix('.png')})" if image else ""
-            return [*[first, ""] * bool(image), *lines(results, *reports)]
+            return [*[first, ""] * bool(image), *lines(results, *map(results.load, names))]
 
-        BLOCKS[lines.__name__] = of
-        return of
+        return BLOCKS.setdefault(lines.__name__, of)
 
     return register
 
@@ -432,18 +428,18 @@ def overhead(results: Results, report: Report) -> list[str]:
         "flex-grad": "FlexAttention, decay and its gradient", "fla": LABELS["fla"], "cudnn": LABELS["cudnn"],
     }
     found = index(report["rows"], "peer", "head_dim")
-    keys, dims = {"host_us": "host, D{} (range)", "one_thread_us": "host, all in one thread, D{} (range)",
-                  "graph_us": "GPU in a CUDA graph, D{}"}, sorted({dim for _, dim in found})
+    titles = {"host_us": "host, D{} (range)", "one_thread_us": "host, all in one thread, D{} (range)",
+              "graph_us": "GPU in a CUDA graph, D{}"}
 
     def cell(peer: str, column: tuple[str, int]) -> str:
         key, dim = column
         row = found[peer, dim]
-        spread = "({:.0f} to {:.0f})".format(*row[f"{key}_range"]) if key in row and key != "graph_us" else ""
-        return f"{row[key]:.0f} {spread}".rstrip() if key in row else "–"
+        if key not in row:
+            return "–"
+        return f"{row[key]:.0f}" + " ({:.0f} to {:.0f})".format(*row[f"{key}_range"]) * (key != "graph_us")
 
     rows = {peer: label for peer, label in labels.items() if any(peer == name for name, _ in found)}
-    columns = {(key, dim): title.format(dim) for key, title in keys.items() for dim in dims
-               if any(key in row for row in found.values())}  # older reports lack one
+    columns = {(key, dim): title.format(dim) for key, title in titles.items() for dim in sorted({d for _, d in found})}
     return [*pivot("µs per forward and backward", rows, columns, cell), "",
             f"B1 H8 T256, {where(report)} ({results.link('benchmark_overhead.json')})."]
 
