@@ -1,19 +1,18 @@
 """Speed and bytes of a sequence over several GPUs, in both modes; correct first. Also calculated for more. Usage::
 
     python experiments/benchmarks/context.py                           # on all GPUs of a machine: tables, JSON, a plot
-    python experiments/benchmarks/context.py --lengths                 # equality with one process alone, no speeds
+    python experiments/benchmarks/context.py --lengths                 # checks alone, no speeds
     python experiments/benchmarks/context.py --simulate results/benchmark_context.json    # 8, 64 and 512 GPUs, on paper
 
 A causal layer's attention, forward and backward, over T tokens. "halo" and "heads" on all ranks are compared with one
-GPU alone: without a decay, with one per token of a mean log-decay, and with ALiBi slopes. Results that leave their
-error budget get no speed, and the exit status is 1: first the equality cases, every tensor within the error budget,
-then out and every gradient of the timed inputs within 2 eps of one GPU's. ms is the median over interleaved rounds of
-the slowest rank's mean of calls back to back (one call where that is longer than a round); "both" is a forward and its
-backward in turns. received counts the bytes that all_to_all_single brings from others, not the gathered summaries of
-the plan; everything counts those of the last rank if it fetched all keys before its slice; bandwidth is that of an
-all-to-all of 256 MiB for the slowest rank. A call adds the results that its --output lacks. Without a GPU there are no
-speeds. Two processes with gloo then run the kernels in Triton's interpreter on small shapes, for their errors and for
-the bytes that they send.
+GPU alone: without a decay, with one per token of a mean log-decay, and with ALiBi slopes. Results that are wrong get no
+speed, and the exit status is 1: at --check-length every tensor is held to the error budget, then out and every gradient
+of the timed inputs to within 2 eps of one GPU's. ms is the median over interleaved rounds of the slowest rank's mean of
+calls back to back (one call where that is longer than a round); "both" is a forward and its backward in turns. received
+counts the bytes that all_to_all_single brings from others, not the gathered summaries of the plan; everything counts
+those of the last rank if it fetched all keys before its slice; bandwidth is that of an all-to-all of 256 MiB for the
+slowest rank. A call adds the results that its --output lacks. Without a GPU there are no speeds: two processes with
+gloo run the kernels in Triton's interpreter on small shapes, for their errors and for the bytes that they send.
 
 --simulate calculates one layer at --simulated tokens, forward and backward. Nothing is run. The time of P ranks is
 compute + transfer + rest, one after the other, as the library runs them:
@@ -57,12 +56,12 @@ from benchmarks.harness import DTYPES, Case, Prepared, Run, Timings
 from decayattn import decay_attention
 from decayattn.backends import registry
 from decayattn.distributed import context_parallel_attention
-from decayattn.testing import Comparison, verify_attention, verify_attention_varlen
+from decayattn.testing import verify_attention
 
 MODES = ("halo", "heads")
 OPTIONS = {
     "ranks": (max(1, torch.cuda.device_count()), 2, "processes, one for each GPU"),
-    "lengths": ([32768, 65536, 131072, 262144, 524288], [320], "sequence lengths T over all ranks; none: equality"),
+    "lengths": ([32768, 65536, 131072, 262144, 524288], [320], "sequence lengths T over all ranks; none: checks alone"),
     "heads": (32, 2, "query heads H"),
     "kv_heads": (8, 1, "key and value heads H_kv"),
     "head_dim": (128, 16, "head dimension D = D_v"),
@@ -70,7 +69,7 @@ OPTIONS = {
     "decays": (["none", "-0.01", "-0.1", "alibi"], ["-2"], "none, alibi, or mean log-decays per token, natural log"),
     "modes": (list(MODES), list(MODES), "halo, heads", MODES),
     "backend": ("auto", "triton", "our backend", registry.NAMES),
-    "check_length": (4096, 40, "tokens of the equality cases, judged in float64"),
+    "check_length": (4096, 40, "tokens of the calls that are judged in float64"),
     "alone_up_to": (524288, 0, "longest sequence that one GPU runs alone, too", int),
     "seconds": (0.3, 0.3, "time that a round gives every call"),
     "limit": (300, 300, "seconds after which ranks that wait for another one end"),
@@ -83,7 +82,6 @@ OPTIONS = {
 # options that all rows of a report share
 SAME = ("ranks", "heads", "kv_heads", "head_dim", "dtype", "modes", "backend", "check_length", "alone_up_to", "rounds",
         "seconds")
-CASES = ("none", "scalar", "scalar, strong", "constant", "resets", "window", "packed")
 RATES = ("none", "alibi")
 ALONE = "one GPU"
 FORWARD, BACKWARD, BOTH = TIMED = ("forward", "backward", "both")
@@ -119,7 +117,7 @@ def work(rank: int, options: argparse.Namespace, argv: list[str]) -> int:
 
 
 def measure(run: Run) -> None:
-    """The equality cases, then every workload that the report lacks."""
+    """The calls that are judged in float64, then every workload that the report lacks."""
     options, group = run.options, dist.group.WORLD
     # every rank goes on with the report of the first one, which may have written it
     if dist.get_rank() == 0:
@@ -131,16 +129,18 @@ def measure(run: Run) -> None:
         run.report["bandwidth"] = bandwidth(group)
         print(f"all-to-all: a rank receives {run.report['bandwidth'] / 1e9:.0f} GB/s")
     sizes = options.heads, options.kv_heads, options.head_dim
-    checked = {check["dtype"] for check in run.report["checks"]}
-    for dtype in [dtype for dtype in dict.fromkeys([options.dtype, "float32"]) if dtype not in checked]:
-        print(f"\n{options.ranks} ranks and one process, T{options.check_length}, {dtype}")
-        for mode, case, comparisons in equality(
-            group, options.check_length, *sizes, dtype, options.backend, options.seed
-        ):
-            run.passed(comparisons, mode=mode, case=case, dtype=dtype)
+    checked = {(check["dtype"], check["decay"]) for check in run.report["checks"]}
+    for dtype, decay, mode in itertools.product(dict.fromkeys([options.dtype, "float32"]), options.decays, MODES):
+        if (dtype, decay) not in checked:
+            inputs = Workload(options.check_length, *sizes, dtype, decay).inputs(run.device, options.seed)
+            part, ranks = options.check_length // options.ranks, options.ranks
+            attend = whole_attention(group, mode, [part] * (ranks - 1) + [options.check_length - part * (ranks - 1)])
+            heads = [(0, 0), (0, options.heads - 1)]
+            found = verify_attention(**inputs, attend=attend, backend=options.backend, heads=heads)
+            run.passed(found, mode=mode, dtype=dtype, decay=decay)
             run.report["checks"][-1]["errors"] = {
                 c.name: {"over_budget": c.error / c.budget if c.budget else None, "relative": c.relative_error}
-                for c in comparisons}
+                for c in found}
     run.save()
     measured = {(row["length"], row["decay"]) for row in run.report["rows"]}
     todo = [Workload(length, *sizes, options.dtype, decay) for length in options.lengths for decay in options.decays]
@@ -315,32 +315,6 @@ def bandwidth(group: dist.ProcessGroup, megabytes: int = 256, calls: int = 10) -
     return (ranks - 1) * rows[0].nbytes / _slowest(exchange, calls, group) * 1e3
 
 
-def equality(
-    group: dist.ProcessGroup, length: int, heads: int, kv_heads: int, head_dim: int, dtype: str, backend: str, seed: int
-) -> Iterator[tuple[str, str, list[Comparison]]]:
-    """(mode, case, comparisons): out, lse and every gradient of a sequence over all ranks within the budget of one
-    process."""
-    device, ranks = "cuda" if torch.cuda.is_available() else "cpu", dist.get_world_size(group)
-    lengths = [length // ranks] * (ranks - 1) + [length - length // ranks * (ranks - 1)]
-    for case, mode in itertools.product(CASES, MODES):
-        mean = {"none": "none", "scalar, strong": "-1"}.get(case, "-0.02")
-        inputs = Workload(length, heads, kv_heads, head_dim, dtype, mean).inputs(device, seed)
-        options: dict[str, Any] = {"backend": backend, "heads": [(0, 0), (0, heads - 1)]}
-        if case == "constant":
-            inputs["log_decay"] = torch.linspace(-0.5, 0.0, heads, device=device)
-        elif case == "resets":  # three per head, on average
-            inputs["log_decay"].masked_fill_(inputs["log_decay"] > -0.04 * 3 / length, -math.inf)
-        elif case == "window":
-            options["window_size"] = (length // 3, 0)
-        elif case == "packed":
-            third = length // 3
-            offsets = torch.tensor([0, third, third, 2 * third + 5, length - 1], device=device, dtype=torch.int32)
-            options |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "heads": [(0, 0), (2, heads - 1), (3, 1)]}
-            inputs = {name: x[0] for name, x in inputs.items()}
-        verify = verify_attention_varlen if case == "packed" else verify_attention
-        yield mode, case, verify(**inputs, attend=whole_attention(group, mode, lengths), **options)
-
-
 def differences(call: Prepared, whole: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, float]:
     """‖x − one GPU's‖ / ‖one GPU's‖ of the tensors of a mode, over the parts of all ranks."""
     result, mine = {}, slice_of(whole["out"].shape[1], group)
@@ -398,23 +372,19 @@ def calculated(
                   "speed_over_one": one_gpu / total}
 
 
-def measured_in(report: dict[str, Any]) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
-    """(rows of ranks, rows of one GPU) of every mode, decay and direction that was measured at two lengths or more."""
-    found: dict[tuple, list[dict[str, Any]]] = {}
-    for row in report["rows"]:
-        found.setdefault((row["decay"], row["mode"], row["direction"]), []).append(row)
-    timed = {key: sorted((row for row in rows if row["ms"]), key=lambda row: row["length"])
-             for key, rows in found.items() if key[2] != BOTH}
-    for (decay, mode, direction), own in timed.items():
-        alone = timed.get((decay, ALONE, direction), [])
-        if own and mode != ALONE and len(alone) > 1:
-            yield own, alone
-
-
 def simulate(report: dict[str, Any], options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Times on more GPUs than were measured, to results/simulate_context.json or --output."""
-    found = [calculated(own, alone, options.simulated, ranks, report["bandwidth"])
-             for own, alone in measured_in(report) for ranks in options.gpus]
+    """Times on more GPUs than were measured, to results/simulate_context.json or --output: of every mode, decay and
+    direction that was measured at two lengths or more."""
+    timed: dict[tuple, list[dict[str, Any]]] = {}
+    for row in sorted(report["rows"], key=lambda row: row["length"]):
+        if row["ms"] and row["direction"] != BOTH:
+            timed.setdefault((row["decay"], row["mode"], row["direction"]), []).append(row)
+    first = dict.fromkeys((row["decay"], row["mode"], row["direction"]) for row in report["rows"])
+    found = []
+    for decay, mode, direction in first:
+        own, alone = timed.get((decay, mode, direction)), timed.get((decay, ALONE, direction), [])
+        if own and mode != ALONE and len(alone) > 1:
+            found += [calculated(own, alone, options.simulated, ranks, report["bandwidth"]) for ranks in options.gpus]
     columns = ("ranks", "bytes", "compute_ms", "transfer_ms", "rest_ms", "ms", "speed_over_one")
     print(harness.table(found, "{decay}, {mode}, {direction}", columns))
     # the default of --output is the measured report's, which stays

@@ -7,10 +7,10 @@ import math
 import os
 
 import pytest
+import rank_equality
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from benchmarks import context
 from cached_layers import Rotary
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -472,7 +472,7 @@ def _lost(group, inputs, options, tolerance):
 def equality(group, length, dtype):
     """Comparisons outside the error budget on this rank's device, in both modes."""
     wrong = []
-    for mode, case, comparisons in context.equality(group, length, 4, 2, 64, dtype, "auto", 0):
+    for mode, case, comparisons in rank_equality.equality(group, length, 4, 2, 64, dtype, "auto", 0):
         wrong += [f"{mode}, {case}: {c}" for c in comparisons if not c.passed]
     return wrong
 
