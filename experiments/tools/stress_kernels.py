@@ -21,12 +21,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+
+from shared.poison import poisoned_allocations
 
 from decayattn import decay_attention
 
@@ -78,14 +83,6 @@ def call(backend: str, given: tuple[Tensor, ...], tolerance: float | str | None)
     return [alone.detach(), out.detach(), lse.detach(), *d_projection.unbind(2), d_log_decay]
 
 
-def poison() -> None:
-    """Fill free memory with NaN, for the allocations of the next call."""
-    if ON_GPU:
-        free = [torch.full((1 << 26,), math.nan, device=DEVICE) for _ in range(8)]  # 256 MB each
-        free += [torch.full((1 << n,), math.nan, device=DEVICE) for n in range(8, 24)]
-        del free
-
-
 def deviations(found: list[Tensor], expected: list[Tensor], exact: bool, allowed: float) -> list[str]:
     """Deviations from the expected tensors, as text."""
     lines = []
@@ -112,9 +109,10 @@ def stress(shape: Sequence[int], backend: str, far: float, tolerance: float | st
     lines = [f"first call, compared with triton: {line}" for line in found]
     end = time.monotonic() + seconds
     while time.monotonic() < end or calls == 0:
-        poison()  # before every call: the memory of the last one holds the right values
         calls += 1
-        lines += [f"call {calls}: {line}" for line in deviations(call(backend, given, tolerance), first, True, ORDER)]
+        with poisoned_allocations():  # the memory of the last call holds the right values
+            again = call(backend, given, tolerance)
+        lines += [f"call {calls}: {line}" for line in deviations(again, first, True, ORDER)]
         print("".join(f"DEVIATES {title}: {line}\n" for line in lines), end="", flush=True)
         failed += bool(lines)
         lines = []

@@ -99,7 +99,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="CLASS", help="these model classes")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: one per core")
-    parser.add_argument("--commit", help="commit of the code, for a copy of it without git")
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args(argv)
     began = time.monotonic()
@@ -113,28 +112,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.output is not None:
         seconds, ordered = round(time.monotonic() - began, 1), dict(sorted(found.items()))
         about = {"transformers": transformers.__version__, "seconds": seconds, "counts": counts}
-        write({**provenance(SCRIPT, argv, options.commit), **about, "architectures": ordered}, options.output)
+        write({**provenance(SCRIPT, argv), **about, "architectures": ordered}, options.output)
     return int("wrong" in counts)
 
 
 def architectures() -> list[str]:
     """Names of the model classes to judge, a few of each configuration."""
-    found: dict[str, list[str]] = {}
-
-    def add(table: dict[str, Any], known: set[str]) -> None:
-        for kind, names in table.items():
-            if kind not in known:
-                found.setdefault(kind, []).append(names if isinstance(names, str) else names[0])
-
-    for head in HEADS:
-        add(getattr(modeling_auto, f"MODEL_FOR_{head}_MAPPING_NAMES"), set())
-    add(modeling_auto.MODEL_MAPPING_NAMES, set(found))
-    return sorted({name for names in found.values() for name in names})
+    tables = [getattr(modeling_auto, f"MODEL_FOR_{head}_MAPPING_NAMES") for head in HEADS]
+    with_head = {kind for table in tables for kind in table}
+    bare = {kind: names for kind, names in modeling_auto.MODEL_MAPPING_NAMES.items() if kind not in with_head}
+    found = (names for table in (*tables, bare) for names in table.values())
+    return sorted({names if isinstance(names, str) else names[0] for names in found})
 
 
 def sweep(names: Sequence[str], processes: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, outcome) of every model class, in the order in which processes finish."""
-    tasks = [list(range(first, min(first + 10, len(names)))) for first in range(0, len(names), 10)]
+    tasks = [range(first, min(first + 10, len(names))) for first in range(0, len(names), 10)]
     for number, result in workers.calls(_work, (list(names),), tasks, processes, limit=120.0):
         yield names[number], result if isinstance(result, dict) else {"outcome": "wrong", "reason": str(result)}
 
@@ -284,7 +277,11 @@ def candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
         return torch.randn(shape, generator=generator)
 
     def of(*settings: str, default: int) -> int:
-        return setting(model, *settings, default=default)
+        """The first integer of these names in the configuration or its parts; the first of several."""
+        parts = (model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs))
+        values = (getattr(part, name, None) for part in parts for name in settings)
+        firsts = (value[0] if isinstance(value, (list, tuple)) else value for value in values)
+        return next((value for value in firsts if isinstance(value, int)), default)
 
     channels, size = of("num_channels", "in_channels", default=3), of("image_size", default=32)
     image = {"pixel_values": random(2, channels, size, size)}
@@ -314,15 +311,6 @@ def candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
         for bins in {of("num_mel_bins", "feature_size", "input_dim", default=80), 80, 160}:
             for shape in ((2, bins, 64), (2, 64, bins), (2, bins, 2 * VOCABULARY)):
                 yield {"input_features": random(*shape)} | extra
-
-
-def setting(model: PreTrainedModel, *names: str, default: int) -> int:
-    """The first integer of these names in a configuration or its parts; the first of several."""
-    config = model.config
-    parts = (config, *(getattr(config, name, None) for name in config.sub_configs))
-    values = (getattr(part, name, None) for part in parts for name in names)
-    firsts = (value[0] if isinstance(value, (list, tuple)) else value for value in values)
-    return next((value for value in firsts if isinstance(value, int)), default)
 
 
 @torch.no_grad()

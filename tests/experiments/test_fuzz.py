@@ -42,7 +42,6 @@ def test_seed_and_number_determine_a_call(device):
     for number in (0, 17, 999):
         first, again = draw(5, number), draw(5, number)
         assert first == again
-        assert str(first) == str(again)
         assert first != draw(6, number)
     one, other = build(draw(5, 17, LONGEST), device), build(draw(5, 17, LONGEST), device)
     for name, x in one.tensors.items():
@@ -257,7 +256,7 @@ def test_exceptions_fail_and_hopper_may_refuse(device, monkeypatch):
 
 @pytest.mark.parametrize(("more", "drawn"), [
     (["--family", "25", "--only", "8"], ""), (["--family", "100", "--only", "61"], ""),
-    (["--family", "25", "--dims", "24", "10", "--only", "8"], "head_dim 24, value_dim 10"),
+    (["--family", "25", "--dims", "24", "10", "--only", "8"], "head_dim=24, value_dim=10"),
 ])
 def test_failures_have_the_command_that_repeats_them(more, drawn, capsys, monkeypatch):
     arguments = ["--seed", "3", "--longest", "20", *more, "--backends", "reference"]

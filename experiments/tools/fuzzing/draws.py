@@ -7,8 +7,7 @@ lengths, values, windows, tolerances and the like.
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 CALLS_PER_FAMILY = 25
 # rows × keys × heads × batch entries of a call; its oracle holds a few float64 matrices of that size
@@ -31,12 +30,6 @@ class Memory:
     offset: int = 0
     step: int = 1
     expanded: str = ""
-
-    def __str__(self) -> str:
-        parts = [self.order]
-        parts += [f"gap {self.gap}"] * (self.gap > 0) + [f"offset {self.offset}"] * (self.offset > 0)
-        parts += [f"step {self.step}"] * (self.step > 1) + [f"expanded {self.expanded}"] * bool(self.expanded)
-        return " ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -93,28 +86,6 @@ class Draw:
     poisoned: bool  # NaN and inf where "what they hold does not matter"
     far: tuple[int, float]  # distance between such keys, and the largest logit of one with any row; (0, 0): none
     extra: str  # "auto", "reference" or "": one more backend
-
-    def __str__(self) -> str:
-        family = {field.name: getattr(self.family, field.name) for field in fields(Family)}
-        memory = family.pop("memory")
-        own = {field.name: getattr(self, field.name) for field in fields(Draw)}
-        for name in ("number", "family", "seed"):
-            del own[name]
-        own["scale value"], own["window value"] = own.pop("scale"), own.pop("window")
-        parts = [f"{name} {value}" for name, value in (family | own).items() if not _is_usual(name, value)]
-        return ", ".join(parts) + "; memory: " + ", ".join(f"{name} {where}" for name, where in memory.items())
-
-
-def _is_usual(name: str, value: Any) -> bool:
-    usual = {
-        "layout": "dense", "decay": "none", "scale": "default", "bias": "none", "window": (False, False),
-        "sink": False, "length_step": 1, "return_lse": True, "needs_grad": None, "sequences": (), "before": (0, 0),
-        "after": (0, 0), "longest": (0, 0), "padding": {}, "resets": 0.0, "reset_values": (), "scale value": 0.0,
-        "scale_shape": "", "bias_shape": "", "bias_size": 0.0, "bias_hidden": 0.0, "window value": None,
-        "rates": "", "tolerance": "auto", "query_size": 1.0, "key_size": 1.0, "value_size": 1.0, "gradient_size": 1.0,
-        "poisoned": False, "far": (0, 0.0), "extra": "",
-    }
-    return name in usual and usual[name] == value
 
 
 def draw(
