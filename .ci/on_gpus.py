@@ -100,7 +100,7 @@ STEPS = (
          " --output {out}/benchmark_training.json", goes_on=True),
     Step("recall", "whole", 9, EXPERIMENTS + "studies/recall.py --devices {gpus} --processes 2"
          " --minutes 8.5 --output {out}/recall.json", goes_on=True),
-    Step("extrapolation", "whole", 9, EXPERIMENTS + "studies/length_extrapolation.py --compile --devices {gpus}"
+    Step("extrapolation", "whole", 9, EXPERIMENTS + "studies/length_extrapolation.py --devices {gpus}"
          " --minutes 8.5 --folder {out}/extrapolation --output {out}/length_extrapolation.json", goes_on=True),
 )
 

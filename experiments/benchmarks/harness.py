@@ -23,12 +23,11 @@ from shared.report import resumed, write
 from torch import Tensor
 
 from decayattn import decay_attention
-from decayattn.nn.decay import alibi_log_decay, retnet_log_decay
+from decayattn.nn.decay import alibi_log_decay
 from decayattn.testing import Comparison, format_table
 
 DECAYS = ("scalar", "constant", "none")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-PRESETS = {"alibi": alibi_log_decay, "retnet": retnet_log_decay}
 DIRECTIONS = ("forward", "backward")
 # a backward has five matrix products per pair of query and key where a forward has two, all alike if D_v = D
 BACKWARD_WORK = 2.5
@@ -50,8 +49,8 @@ class Case:
     """One self-attention problem; decay is "scalar", "constant" or "none" as in decay_attention.
 
     deviation: the standard deviation of the logits, q·k / √D. value_dim: D_v; None for D. row_scales: every row has a
-    scale of its own, which only ours take. kv_heads: H_kv; None for H. rates: "uniform" around the mean, "alibi" or
-    "retnet" of a constant decay, or "none to speak of", −10⁻⁶ at every token, which decays nothing.
+    scale of its own, which only ours take. kv_heads: H_kv; None for H. rates: "uniform" around the mean, "alibi" of
+    a constant decay, or "none to speak of", −10⁻⁶ at every token, which decays nothing.
     """
 
     batch: int
@@ -98,8 +97,8 @@ class Case:
             for name, size, rest in (("q", size, (heads, self.head_dim)), ("k", size, (kv_heads, self.head_dim)),
                                      ("v", 1.0, (kv_heads, value_dim)), ("grad_out", 1.0, (heads, value_dim)))
         }
-        if self.rates in PRESETS:
-            found["log_decay"] = torch.tensor(PRESETS[self.rates](heads), device=device)
+        if self.rates == "alibi":
+            found["log_decay"] = torch.tensor(alibi_log_decay(heads), device=device)
         elif self.decay == "scalar":
             uniform = torch.rand(*shape, heads, generator=generator, device=device)
             weak = self.rates == "none to speak of"

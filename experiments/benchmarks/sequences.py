@@ -1,11 +1,11 @@
-"""Speed of packed sequences, sliding windows, decoding and generation; correct first. Usage::
+"""Speed of packed sequences, decoding and generation; correct first. Usage::
 
     python experiments/benchmarks/sequences.py                              # on a GPU: all of it
     python experiments/benchmarks/sequences.py --what decode                # part of it
 
-* packed: decay_attention_varlen on documents of mixed length, and decay_attention with a sliding window. They are
-  compared with a dense batch, and with one of as many tokens and visible pairs as the documents ("dense alike").
-  TFLOP/s count 4·D·H operations forward per visible pair, 2.5 times that backward; nothing is skipped.
+* packed: decay_attention_varlen on documents of mixed length, compared with a dense batch of as many tokens and visible
+  pairs ("dense alike"). TFLOP/s count 4·D·H operations forward per visible pair, 2.5 times that backward; nothing is
+  skipped.
 * decode: one new token over a long cache; bytes of keys, values and α read per second, compared with those of a copy of
   the keys on the same device. paged: in pages of 64 tokens, in random order.
 * generate: tokens (bytes) per second that a small language model writes without a cache, with one, with its step
@@ -30,7 +30,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,17 +59,16 @@ OPTIONS = {
 }
 
 
-# on a GPU, and on a CPU, where kernels are interpreted. dense: lengths of the dense batch. step, model: arguments of
-# Step and build_model. half_lives, evict_every, prompt and written are in tokens
+# on a GPU, and on a CPU, where kernels are interpreted. step, model: arguments of Step and build_model. half_lives,
+# evict_every, prompt and written are in tokens
 SIZES = {
     "cuda": Namespace(
-        head_dims=(64, 128), heads=16, documents=64, shortest=64, longest=4096, dense=(8192,) * 4, window=1024,
-        step=(64, 32, 8, 128, 32768), model=(4, 256, 4), half_lives=(4.0, 64.0), evict_every=128, prompt=8192,
-        written=512,
+        head_dims=(64, 128), heads=16, documents=64, shortest=64, longest=4096, step=(64, 32, 8, 128, 32768),
+        model=(4, 256, 4), half_lives=(4.0, 64.0), evict_every=128, prompt=8192, written=512,
     ),
     "cpu": Namespace(
-        head_dims=(8,), heads=2, documents=3, shortest=2, longest=20, dense=(24,) * 2, window=5, step=(2, 4, 2, 8, 50),
-        model=(2, 32, 2), half_lives=(1.0, 2.0), evict_every=16, prompt=128, written=32,
+        head_dims=(8,), heads=2, documents=3, shortest=2, longest=20, step=(2, 4, 2, 8, 50), model=(2, 32, 2),
+        half_lives=(1.0, 2.0), evict_every=16, prompt=128, written=32,
     ),
 }
 TOLERANCE = 2.0**-24  # probability that evictions may cost a row
@@ -83,70 +82,50 @@ def measure(run: Run) -> None:
         run.save()
 
 
-# what the others are compared with: a dense batch of long sequences, and one of as many tokens with as many visible
-# pairs as the packed documents have
-DENSE, ALIKE = "dense", "dense alike"
+# packed documents, and a batch of as many tokens with as many visible pairs
+PACKED, ALIKE = "packed", "dense alike"
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Causal self-attention of sequences of the given lengths, with D_v = D and one log-decay per token and head.
+class Workload(NamedTuple):
+    """Causal self-attention of sequences of these lengths, with D_v = D and one log-decay per token and head.
 
-    Packed sequences are consecutive, (total, H, D). The others have one length, and lie in a batch (B, T, H, D). left
-    is window_size's; −1 is no limit.
+    PACKED: consecutive, (total, H, D), drawn as a case of batch 1. ALIKE: of one length, in a batch (B, T, H, D).
     """
 
     name: str
     lengths: tuple[int, ...]
-    heads: int
-    head_dim: int
-    dtype: str
-    mean_log_decay: float
-    left: int = -1
-    packed: bool = False
+    case: Case
 
     def __str__(self) -> str:
-        shape = f"{len(self.lengths)} sequences of {min(self.lengths)} to {max(self.lengths)}"
-        if not self.packed:
-            shape = f"B{len(self.lengths)} T{self.lengths[0]}"
-        window = "" if self.left < 0 else f", window ({self.left}, 0)"
-        return f"{self.name}: {shape}, H{self.heads} D{self.head_dim} {self.dtype}{window}"
+        return f"{self.name}: {len(self.lengths)} sequences of {min(self.lengths)} to {max(self.lengths)}, {self.case}"
 
     def flops(self, direction: str) -> float:
         """4·D·H operations forward per visible pair of query and key, 2.5 times that backward."""
-        forward = 4.0 * self.head_dim * self.heads * sum(visible_pairs(length, self.left) for length in self.lengths)
-        return forward * BACKWARD_WORK if direction == "backward" else forward
+        pairs = sum(length * (length + 1) // 2 for length in self.lengths)
+        return 4.0 * self.case.head_dim * self.case.heads * pairs * (BACKWARD_WORK if direction == "backward" else 1)
 
     def inputs(self, device: str, seed: int) -> dict[str, Tensor]:
-        """q, k, v, grad_out and log_decay, as Case draws them."""
-        batch, length = (1, sum(self.lengths)) if self.packed else (len(self.lengths), self.lengths[0])
-        case = Case(batch, self.heads, length, self.head_dim, self.dtype, "scalar", self.mean_log_decay)
-        return {name: x[0] if self.packed else x for name, x in case.inputs(device, seed).items()}
+        """q, k, v, grad_out and log_decay."""
+        return {name: x[0] if self.name == PACKED else x for name, x in self.case.inputs(device, seed).items()}
 
     def options(self, backend: str, device: str) -> dict[str, Any]:
         """Arguments of the call, the bounds of packed sequences among them."""
-        found = {"window_size": (self.left, 0) if self.left >= 0 else None, "skip_tolerance": None, "backend": backend}
-        if self.packed:
+        found: dict[str, Any] = {"skip_tolerance": None, "backend": backend}
+        if self.name == PACKED:
             ends, longest = torch.tensor([0, *self.lengths]).cumsum(0).to(device, torch.int32), max(self.lengths)
             found |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
         return found
 
     def verify(self, inputs: dict[str, Tensor], backend: str) -> list[Comparison]:
         """Three (sequence, head) pairs against the error budget, the longest and the shortest sequence among them."""
-        by_length = sorted(range(len(self.lengths)), key=lambda n: self.lengths[n])
-        judged = {(by_length[-1], 0), (by_length[0], self.heads - 1), (len(self.lengths) - 1, self.heads // 2)}
-        verify = verify_attention_varlen if self.packed else verify_attention
+        by_length, heads = sorted(range(len(self.lengths)), key=lambda n: self.lengths[n]), self.case.heads
+        judged = {(by_length[-1], 0), (by_length[0], heads - 1), (len(self.lengths) - 1, heads // 2)}
+        verify = verify_attention_varlen if self.name == PACKED else verify_attention
         return verify(**inputs, heads=sorted(judged), **self.options(backend, inputs["q"].device.type))
 
     def prepare(self, inputs: dict[str, Tensor], backend: str, device: str) -> Prepared:
-        attend = decay_attention_varlen if self.packed else decay_attention
+        attend = decay_attention_varlen if self.name == PACKED else decay_attention
         return harness.prepare(functools.partial(attend, **self.options(backend, device)), inputs)
-
-
-def visible_pairs(length: int, left: int = -1) -> int:
-    """Pairs of query i and key j of a sequence with i − left ≤ j ≤ i; left −1 is no limit."""
-    full = length if left < 0 else min(length, left + 1)  # rows that see everything up to themselves
-    return full * (full + 1) // 2 + (length - full) * full
 
 
 def document_lengths(count: int, shortest: int, longest: int, seed: int) -> tuple[int, ...]:
@@ -158,22 +137,21 @@ def document_lengths(count: int, shortest: int, longest: int, seed: int) -> tupl
 
 
 def workloads(options: Namespace, sizes: Namespace, head_dim: int) -> list[Workload]:
-    """The dense call, the packed one and a dense one of the same work, and the one with a window."""
-    shape = (sizes.heads, head_dim, options.dtype, options.mean_log_decay)
+    def case(batch: int, length: int) -> Case:
+        return Case(batch, sizes.heads, length, head_dim, options.dtype, "scalar", options.mean_log_decay)
+
     documents = document_lengths(sizes.documents, sizes.shortest, sizes.longest, options.seed)
     length = round(sum(length**2 for length in documents) / sum(documents))
-    alike = (length,) * max(1, round(sum(documents) / length))
-    return [
-        Workload(DENSE, sizes.dense, *shape), Workload("packed", documents, *shape, packed=True),
-        Workload(ALIKE, alike, *shape), Workload("window", sizes.dense, *shape, left=sizes.window),
-    ]
+    count = max(1, round(sum(documents) / length))
+    alike = Workload(ALIKE, (length,) * count, case(count, length))
+    return [Workload(PACKED, documents, case(1, sum(documents))), alike]
 
 
 def packed(run: Run) -> None:
-    """Check every workload, then time those that are right."""
+    """Check both workloads, then time those that are right."""
     options, sizes = run.options, SIZES[run.device]
     for head_dim in sizes.head_dims:
-        print(f"\npacked sequences and a sliding window, D {head_dim}", flush=True)
+        print(f"\npacked sequences, D {head_dim}", flush=True)
         chosen = {workload.name: workload for workload in workloads(options, sizes, head_dim)}
         places = {name: {"section": "packed", "case": str(workload)} for name, workload in chosen.items()}
         prepared: dict[str, Parts] = {}
@@ -184,23 +162,20 @@ def packed(run: Run) -> None:
                     prepared[name] = workload.prepare(inputs, options.backend, run.device).parts
         if run.timed:
             timings = run.time(prepared, harness.burst_timer(options.seconds), places)
-            keys = ("ms", "tflops", "ratio_to_dense", "ratio_to_alike")
-            run.add(packed_rows(chosen, timings), "{workload} {direction}", keys, to="packed")
+            run.add(packed_rows(chosen, timings), "{workload} {direction}", ("ms", "tflops", "ratio_to_alike"),
+                    to="packed")
 
 
 def packed_rows(chosen: dict[str, Workload], timings: Timings) -> Iterator[dict[str, Any]]:
-    """One row per workload and direction; ratios compare TFLOP/s, above 1 is faster than the dense call."""
+    """One row per workload and direction; ratio_to_alike compares TFLOP/s, above 1 is faster than the dense batch."""
     speeds = {(name, way): chosen[name].flops(way) / statistics.median(times) / 1e9
               for (name, way), times in timings.items()}
     for (name, direction), times in timings.items():
-        workload, speed = chosen[name], speeds[name, direction]
-        dense, alike = speeds.get((DENSE, direction)), speeds.get((ALIKE, direction))
-        yield spread(times) | {
-            "workload": name, "case": str(workload), "direction": direction, "heads": workload.heads,
-            "head_dim": workload.head_dim, "dtype": workload.dtype, "sequences": len(workload.lengths),
-            "tokens": sum(workload.lengths), "left": workload.left, "flops": workload.flops(direction),
-            "tflops": speed, "ratio_to_dense": speed / dense if dense else None,
-            "ratio_to_alike": speed / alike if alike and workload.packed else None,
+        workload, alike = chosen[name], speeds.get((ALIKE, direction))
+        yield asdict(workload.case) | spread(times) | {
+            "workload": name, "direction": direction, "sequences": len(workload.lengths),
+            "tokens": sum(workload.lengths), "flops": workload.flops(direction), "tflops": speeds[name, direction],
+            "ratio_to_alike": speeds[name, direction] / alike if alike and name == PACKED else None,
         }
 
 

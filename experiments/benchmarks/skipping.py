@@ -3,17 +3,15 @@
     python experiments/benchmarks/skipping.py                                # on a GPU: all of it; tables, JSON, a plot
     python experiments/benchmarks/skipping.py --studies pruning --head-dims 64       # part of it, quickly
 
-Four studies. planning: shapes where no tile can be skipped, which show the cost of the plan; the plan alone is timed
-too. pruning: one decay per token at 32,768 tokens, with cuDNN without a decay and the official Forgetting Transformer
-kernel, which prunes by another rule. constant: ALiBi slopes and RetNet rates at 131,072 tokens. lengths: time over T.
-Timed in bursts. plan_us (forward) and that of its mirror (backward) are of one of 20 in a CUDA graph, the decay prefix
-being there; plan_share is over ms. visited: tiles of 64 rows × 128 keys that are visited, per head; ideal: the gain of
-a kernel with a time in proportion to them.
+Four studies. planning: shapes where no tile can be skipped, which show the cost of the plan; plan_us is that of one of
+20 in a CUDA graph, the decay prefix being there. pruning: one decay per token at 32,768 tokens, with cuDNN without a
+decay and the official Forgetting Transformer kernel, which prunes by another rule. constant: ALiBi slopes at 131,072
+tokens. lengths: time over T. Timed in bursts. visited: tiles of 64 rows × 128 keys that are visited, per head; ideal:
+the gain of a kernel with a time in proportion to them.
 
 Up to 32,768 tokens all rows of two heads are held to the error budget; beyond, the last rows may be no more than twice
 as wrong as without skipping, plus rounding. Results outside their budget get no speed, and the exit status is 1.
-Without a GPU there are no speeds: the kernels run in Triton's interpreter on small shapes, for their errors and the
-visited tiles.
+Without a GPU there are no speeds: the kernels run in Triton's interpreter on small shapes.
 """
 
 import dataclasses
@@ -87,7 +85,7 @@ def workloads(options: Any) -> list[Workload]:
             Workload("planning", case(options.planning, dim, batch=batch, rates="none to speak of")),
             Workload("planning", case(options.planning, dim, batch=batch, deviation=16.0)),
             Workload("pruning", case(options.pruning, dim)),
-            *(Workload("constant", case(options.constant, dim, "constant", rates=rates)) for rates in harness.PRESETS),
+            Workload("constant", case(options.constant, dim, "constant", rates="alibi")),
         ]
     return found + [Workload("lengths", case(length, max(options.head_dims))) for length in options.lengths]
 
@@ -103,9 +101,8 @@ def measure(run: Run) -> None:
         visited = visited_fraction(inputs["q"], inputs["k"], inputs["log_decay"])
         print(f"  visits {float(visited.mean()):.3f} of the tiles (heads {visited.min():.3f} to {visited.max():.3f})")
         if run.right(*compared(workload, inputs, options.backend), case=str(workload), peer=SKIPPING) and run.timed:
-            keys = ("ms", "speed_over_whole", "ideal", "speed_over_cudnn", "speed_over_fox_pruned", "plan_us",
-                    "plan_share")
-            run.add(timed(workload, inputs, visited, run), "{peer} {direction}", keys)
+            found = timed(workload, inputs, visited, run)
+            run.add(found, "{peer} {direction}", ("ms", "speed_over_whole", "ideal", "plan_us"))
             torch.cuda.empty_cache()
 
 
@@ -125,18 +122,17 @@ def timed(workload: Workload, inputs: dict[str, Tensor], visited: Tensor, run: R
             call.backward(call.forward())
             prepared[name] = call.parts
     timings = run.time(prepared, timer, where)
-    plan_us = {}
-    if workload.study == "planning" and run.device == "cuda":
-        for direction, call in plans(workload, inputs).items():
-            call()  # compiles
-            torch.cuda.synchronize()
-            replay = harness.captured(call, COPIES).replay
-            plan_us[direction] = statistics.median(timer(replay) for _ in range(options.rounds)) * 1e3 / COPIES
+    plan_us = None
+    if workload.study == "planning" and run.device == "cuda" and (call := plan(workload, inputs)):
+        call()  # compiles
+        torch.cuda.synchronize()
+        replay = harness.captured(call, COPIES).replay
+        plan_us = statistics.median(timer(replay) for _ in range(options.rounds)) * 1e3 / COPIES
     return rows(workload, timings, visited, plan_us)
 
 
-def plans(workload: Workload, inputs: dict[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
-    """The launches that a plan adds to a call, by direction; none if the workload is not planned."""
+def plan(workload: Workload, inputs: dict[str, Tensor]) -> Callable[[], Tensor] | None:
+    """The launches that a plan adds to a forward; None if the workload is not planned."""
     from decayattn.backends.planning import prefix as decay_prefix  # imports Triton
     from decayattn.backends.planning import skipping
 
@@ -144,29 +140,22 @@ def plans(workload: Workload, inputs: dict[str, Tensor]) -> dict[str, Callable[[
     tolerance = tolerance_of("auto", q.dtype)
     problem = AttentionProblem.of(q, k, log_decay, None, True, (-1, -1), skip_tolerance=tolerance)
     if not skipping.is_planned(problem):
-        return {}
+        return None
     prefix = decay_prefix.build(problem, log_decay) if problem.decay == "scalar" else decay_prefix.allocate(problem, q)
-
-    def plan() -> Tensor:
-        return skipping.plan(problem, q, k, log_decay, workload.case.head_dim**-0.5, prefix, None)
-
-    first_block = plan()
-    return {"forward": plan, "backward": lambda: skipping.last_granules(problem, first_block, None)}
+    return lambda: skipping.plan(problem, q, k, log_decay, workload.case.head_dim**-0.5, prefix, None)
 
 
 def rows(
-    workload: Workload, timings: Timings, visited: Tensor, plan_us: dict[str, float]
+    workload: Workload, timings: Timings, visited: Tensor, plan_us: float | None
 ) -> Iterator[dict[str, Any]]:
-    """One row per call and direction; speeds are ratios of medians, above 1 is faster than the one that it names."""
+    """One row per call and direction; speed_over_whole is a ratio of medians, above 1 is faster."""
     medians = {key: statistics.median(times) for key, times in timings.items()}
     for (name, direction), times in timings.items():
-        ms, is_ours = medians[name, direction], name == SKIPPING
-        speeds = {f"speed_over_{key}": medians[other, direction] / ms if (other, direction) in medians else None
-                  for key, other in (("whole", WHOLE), ("cudnn", BASELINE), ("fox_pruned", PRUNED))}
-        of_plan = plan_us.get(direction) if is_ours else None
-        yield dataclasses.asdict(workload.case) | harness.spread(times) | speeds | {
+        whole, is_ours = medians.get((WHOLE, direction)), name == SKIPPING
+        of_plan = plan_us if is_ours and direction == "forward" else None
+        yield dataclasses.asdict(workload.case) | harness.spread(times) | {
             "study": workload.study, "peer": name, "direction": direction, "plan_us": of_plan,
-            "plan_share": None if of_plan is None else of_plan / (1e3 * ms),
+            "speed_over_whole": whole / medians[name, direction] if whole else None,
             "visited": [float(x) for x in visited.mean(0)] if is_ours else None,
             "ideal": 1 / float(visited.mean()) if is_ours else None,
         }

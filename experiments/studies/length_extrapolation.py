@@ -20,7 +20,6 @@ import itertools
 import math
 import statistics
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +59,6 @@ OPTIONS = {
     "lengths": ([16_384, 65_536], [128, 512], "of the texts that are read, multiples of the context"),
     "crops": ([128, 32], [32, 8], "texts of each length, at most"),
     "without_decay_up_to": (16_384, 128, "the longest text for schemes without decay"),
-    "compile": (False, False, "compile the MLPs with torch.compile"),
     "folder": (ROOT / "runs/length_extrapolation",) * 2 + ("of the texts", Path),
     "output": (ROOT / "results/length_extrapolation.json", ROOT / "runs/length_extrapolation/cpu.json", "JSON file",
                Path),
@@ -105,7 +103,7 @@ def measure(run: Run) -> None:
                    "edges": {str(length): bins(settings.context, length) for length in settings.lengths}}
     run.resume(**vars(settings), sha256=said["sha256"])
     cells = [(scheme, seed) for seed in options.seeds for scheme in options.schemes]
-    grid.fill(run, ("scheme", "seed"), cells, train, (settings, options.folder, options.compile), say)
+    grid.fill(run, ("scheme", "seed"), cells, train, (settings, options.folder), say)
     print("\n".join(" | ".join(row) for row in cells_of_table(run.report)))
 
 
@@ -136,7 +134,7 @@ def _text(folder: Path, device: str) -> tuple[Corpus, Tensor]:
     return corpus, corpus.text.to(device)
 
 
-def train(cell: tuple[str, int], settings: Namespace, folder: Path, compiled: bool, device: str) -> dict[str, Any]:
+def train(cell: tuple[str, int], settings: Namespace, folder: Path, device: str) -> dict[str, Any]:
     """The row of one cell: its training, and its reading. Raises FloatingPointError for a loss that is not finite."""
     (scheme, seed), (corpus, text) = cell, _text(folder, device)
     model = build_model(settings, scheme, seed).to(device)
@@ -146,10 +144,7 @@ def train(cell: tuple[str, int], settings: Namespace, folder: Path, compiled: bo
         fused=text.is_cuda,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
-    if compiled:
-        for block in model.blocks:
-            block.feed_forward = torch.compile(block.feed_forward)
-    losses, bits, begun = [], [], time.monotonic()
+    losses, bits = [], []
     for step in range(1, settings.steps + 1):
         with autocast(settings, text.device):
             loss = next_byte_loss(model, batches.batch(step - 1))
@@ -164,13 +159,8 @@ def train(cell: tuple[str, int], settings: Namespace, folder: Path, compiled: bo
             losses.clear()
             if not bits[-1][1] < math.inf:
                 raise FloatingPointError(f"the loss is not finite by step {step}")
-    seconds = time.monotonic() - begun
-    for block in model.blocks:
-        block.__dict__.pop("feed_forward", None)
     every = -(-len(bits) // 100)
-    rate = settings.steps * settings.batch_size * settings.context / seconds
-    said = {"seconds": round(seconds, 2), "bytes_per_second": round(rate), "bits": bits[every - 1 :: every]}
-    return {"training": said, "parameters": sum(p.numel() for p in model.parameters()),
+    return {"training": {"bits": bits[every - 1 :: every]}, "parameters": sum(p.numel() for p in model.parameters()),
             "reading": list(read(model, SCHEMES[scheme].decay != "none", settings, corpus, text))}
 
 

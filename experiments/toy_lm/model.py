@@ -74,9 +74,7 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
-        return self.feed_forward(x + self.attention(self.attention_norm(x), **options))
-
-    def feed_forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), **options)
         gate, value = self.mlp_in(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.mlp_out(F.silu(gate) * value)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from benchmark_runs import count_milliseconds, hide_gpu
 from benchmarks import harness, sequences
+from benchmarks.harness import Case
 from benchmarks.sequences import Eviction, Step, Workload, write
 from test_benchmark_harness import DECAYS, TINY
 
@@ -35,16 +36,8 @@ def run(*argv: str) -> harness.Run:
     return found
 
 
-@pytest.mark.parametrize("left", [-1, 0, 3, 16, 17, 100])
-def test_visible_pairs_are_those_of_the_mask(left):
-    for length in (1, 2, 5, 17):
-        i, j = torch.arange(length)[:, None], torch.arange(length)
-        seen = (j <= i) & ((i - j <= left) | (left < 0))
-        assert sequences.visible_pairs(length, left) == int(seen.sum())
-
-
 def test_work_of_a_packed_batch_is_that_of_its_documents():
-    batch = Workload("packed", (3, 1, 20), heads=3, head_dim=8, dtype="float32", mean_log_decay=-0.1, packed=True)
+    batch = Workload("packed", (3, 1, 20), Case(1, 3, 24, 8, "float32", "scalar", -0.1))
     document = torch.repeat_interleave(torch.tensor([3, 1, 20]))
     token = torch.arange(24)
     pairs = int(((document[:, None] == document) & (token[:, None] >= token)).sum())
@@ -76,23 +69,17 @@ def test_bytes_of_a_step_are_those_of_the_tensors_it_reads(decay):
     assert (inputs["log_decay"] >= -0.2).all()
 
 
-def test_workloads_attend_within_documents_and_windows():
-    """Against the dense call on every document alone, and with the window."""
-    for workload in sequences.workloads(harness.parse(sequences, []), sequences.SIZES["cpu"], head_dim=8):
-        inputs = workload.inputs("cpu", seed=0)
-        call = workload.prepare(inputs, "reference", "cpu")
-        out = call.forward()
-        gradients = call.backward(out)
-        assert [x.shape for x in gradients] == [inputs[name].shape for name in ("q", "k", "v", "log_decay")]
-        window = (5, 0) if workload.name == "window" else None
-        parts = [0, *itertools.accumulate(workload.lengths)]
-        for n, (begin, end) in enumerate(itertools.pairwise(parts)):
-            own = slice(n, n + 1)
-            tensors = [inputs[name] for name in ("q", "k", "v", "log_decay")]
-            tensors = [x[begin:end][None] if workload.packed else x[own] for x in tensors]
-            want = decay_attention(*tensors, window_size=window, backend="reference")
-            got = out[begin:end][None] if workload.packed else out[own]
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+def test_packed_documents_attend_to_themselves():
+    """Against the dense call on every document alone."""
+    workload, _ = sequences.workloads(harness.parse(sequences, []), sequences.SIZES["cpu"], head_dim=8)
+    inputs = workload.inputs("cpu", seed=0)
+    call = workload.prepare(inputs, "reference", "cpu")
+    out = call.forward()
+    tensors = [inputs[name] for name in ("q", "k", "v", "log_decay")]
+    assert [x.shape for x in call.backward(out)] == [x.shape for x in tensors]
+    for begin, end in itertools.pairwise([0, *itertools.accumulate(workload.lengths)]):
+        want = decay_attention(*(x[begin:end][None] for x in tensors), backend="reference")
+        torch.testing.assert_close(out[begin:end][None], want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("timed")
@@ -111,9 +98,9 @@ def test_wrong_packed_and_decode_kernels_get_no_speed(monkeypatch, capsys):
     monkeypatch.setattr(Step, "call", planted_step)
     report = run("--what", "decode", "packed", "--backend", "reference").report
     assert [(entry["case"].split("decay ")[-1].split(":")[0], entry["kind"]) for entry in report["missing"]] == [
-        ("constant", "wrong"), ("constant, paged", "wrong"), ("packed", "wrong"),
+        ("constant", "wrong"), ("constant, paged", "wrong"), ("scalar", "wrong"),
     ]
-    assert {row["workload"] for row in report["packed"]} == {"dense", "dense alike", "window"}
+    assert {row["workload"] for row in report["packed"]} == {"dense alike"}
     assert "VIOLATED" in capsys.readouterr().out
     rows = report["decode"]
     assert [row["decay"] for row in rows] == ["copy", "scalar", "none", "scalar, paged", "none, paged"]
@@ -127,18 +114,16 @@ def test_wrong_packed_and_decode_kernels_get_no_speed(monkeypatch, capsys):
 def test_timed_run_reports_every_part():
     report = run("--backend", "reference", "--dtype", "float32").report
     rows = {(row["workload"], row["direction"]): row for row in report["packed"]}
-    assert len(rows) == 8
+    assert len(rows) == 4
     documents = sequences.document_lengths(3, 2, 20, 0)
     length = round(sum(n**2 for n in documents) / sum(documents))
     tokens = {"packed": sum(documents), "dense alike": length * round(sum(documents) / length)}
     for (name, direction), row in rows.items():
         assert row["tflops"] == pytest.approx(row["flops"] / row["ms"] / 1e9)
-        assert row["ratio_to_dense"] == pytest.approx(row["tflops"] / rows["dense", direction]["tflops"])
         assert row["ms_range"][0] < row["ms"] < row["ms_range"][1]
-        assert row["tokens"] == tokens.get(name, 48)
-    ratio = rows["packed", "forward"]["tflops"] / rows["dense alike", "forward"]["tflops"]
-    assert rows["packed", "forward"]["ratio_to_alike"] == pytest.approx(ratio)
-    assert rows["window", "forward"]["ratio_to_alike"] is None
+        assert row["tokens"] == tokens[name]
+        ratio = row["tflops"] / rows["dense alike", direction]["tflops"]
+        assert row["ratio_to_alike"] == (pytest.approx(ratio) if name == "packed" else None)
     assert [row["decay"] for row in report["decode"]] == ["copy", *DECAYS, *(f"{decay}, paged" for decay in DECAYS)]
     assert all(row["tokens_per_second_range"][0] <= row["tokens_per_second"] for row in report["generate"])
 
@@ -232,7 +217,7 @@ def test_logits_are_held_to_the_error_without_a_cache(dtype, monkeypatch):
 def test_a_gpu_times_everything(monkeypatch):
     monkeypatch.setitem(sequences.SIZES, "cuda", sequences.SIZES["cpu"])
     report = run("--seconds", "0.001").report
-    assert [len(report[part]) for part in ("packed", "decode", "generate")] == [8, 7, len(sequences.MODES)]
+    assert [len(report[part]) for part in ("packed", "decode", "generate")] == [4, 7, len(sequences.MODES)]
     assert report["missing"] == []
 
 
@@ -247,6 +232,6 @@ def test_failures_are_listed_and_leave_the_others_alone(monkeypatch):
     monkeypatch.setattr(sequences.SIZES["cpu"], "model", (1, 9, 2))
     report = run("--what", "decode", "packed", "generate").report
     missing = {entry["section"]: entry for entry in report["missing"]}
-    assert len(report["missing"]) == 6 + 4 + 1
+    assert len(report["missing"]) == 6 + 2 + 1
     assert list(missing) == ["decode", "packed", "generate"]
     assert (missing["packed"]["kind"], missing["packed"]["reason"]) == ("failed", "OutOfMemoryError: too big")

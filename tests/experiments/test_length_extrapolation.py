@@ -98,7 +98,7 @@ def test_cells_of_a_seed_share_bytes_and_weights(corpus_folder):
     asked = []
     for scheme in ("alibi", "alibi-learned"):
         settings = Namespace(**vars(SETTINGS) | {"steps": 10, "learning_rate": 1e-12})
-        asked.append(study.train((scheme, 0), settings, corpus_folder, False, "cpu")["training"]["bits"])
+        asked.append(study.train((scheme, 0), settings, corpus_folder, "cpu")["training"]["bits"])
     assert asked[0] == asked[1]
 
 
