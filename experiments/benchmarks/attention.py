@@ -116,10 +116,12 @@ def measure(run: Run) -> None:
             torch.cuda.synchronize()
             with torch.cuda.stream(torch.cuda.Stream()) if aside else contextlib.nullcontext():
                 calls = {name: prepared[name].parts for name in kernels if name in prepared}
-                timings = run.time(calls, clock(seconds), {name: kernels[name].where for name in calls})
+                timings = run.time(calls, clock(seconds), where={name: kernels[name].where for name in calls})
             found = list(rows(case, timings, errors))
             run.report["rows"] += found
-            print(table(found), flush=True)
+            lines = ({"name": name, "direction": row["direction"]} | figures
+                     for row in found for name, figures in row["kernels"].items())
+            print(harness.table(lines, "{name}, {direction}", ("ms", "tflops", "ratio_to_cudnn")), flush=True)
             run.save()
         torch._dynamo.reset()  # the next shape compiles again, without the cache of this one
 
@@ -187,15 +189,6 @@ def rows(case: Case, timings: Timings, errors: dict[str, dict[str, float]]) -> I
                 "ratio_to_cudnn": statistics.median(ratios) if ratios else None,
             }
         yield about | {"direction": direction, "kernels": figures}
-
-
-def table(found: Sequence[dict[str, Any]]) -> str:
-    """The rows of one shape: a line per kernel, forward and backward."""
-    keys = {"ms": "ms", "TFLOP/s": "tflops", "/cuDNN": "ratio_to_cudnn"}
-    columns = {f"{row['direction']} {label}": (row["kernels"], key) for row in found for label, key in keys.items()}
-    lines = ({"name": name} | {column: kernels[name][key] for column, (kernels, key) in columns.items()}
-             for name in (found[0]["kernels"] if found else ()))
-    return harness.table(lines, "{name}", list(columns))
 
 
 if __name__ == "__main__":

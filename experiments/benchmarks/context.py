@@ -229,9 +229,7 @@ def measure_one(workload: Workload, run: Run, group: dist.ProcessGroup) -> None:
             calls[ALONE] = prepare(ALONE, inputs, group, options.backend)
         del inputs
         parts = {name: functools.partial(parts_of, call) for name, call in calls.items()}
-        timings = harness.time_rounds(
-            parts, options.rounds, lambda call: _milliseconds(call, options.seconds, group)
-        )
+        timings = run.time(parts, lambda call: _milliseconds(call, options.seconds, group))
     run.add(rows(workload, ranks, received, found, timings), "{mode} {direction}",
             ("ms", "speed_over_alone", "received", "everything"))
     del calls

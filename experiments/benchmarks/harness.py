@@ -295,28 +295,6 @@ Timings = dict[tuple[str, str], list[float]]
 Parts = Callable[[], Iterable[tuple[str, Callable[[], Any]]]]
 
 
-def time_rounds(
-    calls: dict[str, Parts], rounds: int, timer: Callable[[Any], float], failed: dict[str, str] | None = None
-) -> Timings:
-    """Time the parts of all calls; only one call's parts, and their graph, are alive at a time.
-
-    failed: receives the reason of each call that raises, and the others go on. With None it raises.
-    """
-    timings: Timings = {}
-    for name in interleaved(calls, rounds):
-        if failed and name in failed:
-            continue
-        try:
-            for part, figure in ((part, timer(call)) for part, call in calls[name]()):
-                timings.setdefault((name, part), []).append(figure)
-        except Exception as error:  # out of memory, say
-            if failed is None:
-                raise
-            failed[name] = reason(error)
-            timings = {key: figures for key, figures in timings.items() if key[0] != name}
-    return timings
-
-
 def spread(values: Sequence[float], name: str = "ms") -> dict[str, Any]:
     """Entries of a row: the median under `name`, and [least, largest] under `name`_range."""
     return {name: statistics.median(values), f"{name}_range": [min(values), max(values)]}
@@ -367,14 +345,25 @@ class Run:
             self.missing("failed", reason(error), **where)
 
     def time(
-        self, calls: dict[str, Parts], timer: Callable[[Any], float], where: dict[str, dict[str, Any]]
+        self, calls: dict[str, Parts], timer: Callable[[Any], float], rounds: int | None = None,
+        where: dict[str, dict[str, Any]] | None = None,
     ) -> Timings:
-        """Interleaved timings of the calls that do not fail. where: arguments of `missing`, by a call's name."""
-        failed: dict[str, str] = {}
-        timings = time_rounds(calls, self.options.rounds, timer, failed)
-        for name, why in failed.items():
-            self.missing("failed", why, **where[name])
-        return timings
+        """Time the parts of all calls in interleaved rounds; only one call's parts, and their graph, are alive at a
+        time. where: arguments of `missing` by a call's name; the others go on after one fails. With None it raises."""
+        timings: Timings = {}
+        failed: set[str] = set()
+        for name in interleaved(calls, rounds or self.options.rounds):
+            if name in failed:
+                continue
+            try:
+                for part, call in calls[name]():
+                    timings.setdefault((name, part), []).append(timer(call))
+            except Exception as error:  # out of memory, say
+                if where is None:
+                    raise
+                failed.add(name)
+                self.missing("failed", reason(error), **where[name])
+        return {key: figures for key, figures in timings.items() if key[0] not in failed}
 
     def passed(self, comparisons: Sequence[Comparison], **where: Any) -> bool:
         """Record a check; a result outside its error budget gets no speed."""
@@ -478,18 +467,14 @@ def lines(
 
 
 def table(rows: Iterable[dict[str, Any]], label: str, columns: Sequence[str]) -> str:
-    """Rows as aligned lines for a terminal, which begin with `label`, a format of entries. None and entries that a row
-    lacks are dashes, other numbers have four digits."""
+    """A line per row for a terminal, which begins with `label`, a format of entries. None and entries that a row lacks
+    are dashes, other numbers have four digits."""
 
     def said(x: Any) -> str:
         return "–" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x)
 
-    cells = [["", *columns], *([label.format(**row), *(said(row.get(key)) for key in columns)] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
-        "  " + "  ".join(cell.rjust(width) if at else cell.ljust(width) for at, (cell, width) in
-                         enumerate(zip(line, widths, strict=True))).rstrip()
-        for line in cells
+        f"  {label.format(**row)}: " + ", ".join(f"{key} {said(row.get(key))}" for key in columns) for row in rows
     )
 
 

@@ -69,7 +69,7 @@ def measure(run: Run) -> None:
             warm(step, graph=False)
             timed = functools.partial(host_microseconds, step, options.calls, run.device)
             calls[f"decayattn {backend}, {what}"] = functools.partial(iter, [("host_us", timed)])
-        timings = harness.time_rounds(calls, options.rounds, lambda timed: timed())
+        timings = run.time(calls, lambda timed: timed())
         about = {"case": str(case), "head_dim": head_dim}
         rows: dict[str, dict[str, Any]] = {name: about | {"peer": name} for name in calls}
         for (name, column), microseconds in timings.items():

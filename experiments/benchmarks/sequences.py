@@ -161,7 +161,7 @@ def packed(run: Run) -> None:
                 if run.passed(workload.verify(inputs, options.backend), **places[name]):
                     prepared[name] = workload.prepare(inputs, options.backend, run.device).parts
         if run.timed:
-            timings = run.time(prepared, harness.burst_timer(options.seconds), places)
+            timings = run.time(prepared, harness.burst_timer(options.seconds), where=places)
             run.add(packed_rows(chosen, timings), "{workload} {direction}", ("ms", "tflops", "ratio_to_alike"),
                     to="packed")
 
@@ -285,7 +285,7 @@ def decode(run: Run) -> None:
             target = torch.empty_like(inputs["keys"])
             calls = {COPY: lambda: target.copy_(inputs["keys"]), **calls}
             parts = {name: lambda call=call: [("", call)] for name, call in calls.items()}
-            timings = harness.time_rounds(parts, options.rounds, harness.burst_timer(options.seconds))
+            timings = run.time(parts, harness.burst_timer(options.seconds))
             found = decode_rows(step, 2 * inputs["keys"].nbytes, {name: times for (name, _), times in timings.items()})
             run.add(found, "{decay}", ("ms", "gigabytes_per_second", "ratio_to_copy"), to="decode")
 
@@ -450,7 +450,7 @@ def generate(run: Run) -> None:
         prompt = torch.randint(BYTES, (1, sizes.prompt), generator=generator).to(run.device)
         count = sizes.written
         speeds = {mode: spread([count / x for x in found], "tokens_per_second")
-                  for mode, found in time_modes(model, prompt, count, options.rounds, eviction).items()}
+                  for mode, found in time_modes(model, prompt, count, run, eviction).items()}
         about = {"case": case, "device": device, "prompt": prompt.shape[1], "count": count}
         alone = speeds["recompute"]["tokens_per_second"]
         found = (about | {"mode": mode, "ratio_to_recompute": speed["tokens_per_second"] / alone} | speed
@@ -459,7 +459,7 @@ def generate(run: Run) -> None:
         run.report["stream"] = stream(model, options.generate_stream, eviction)
 
 
-def time_modes(model: ByteLM, prompt: Tensor, count: int, rounds: int, eviction: Eviction) -> dict[str, list[float]]:
+def time_modes(model: ByteLM, prompt: Tensor, count: int, run: Run, eviction: Eviction) -> dict[str, list[float]]:
     """Seconds for `count` tokens after the prompt, one number per mode and round.
 
     One more round before them compiles, and is not counted.
@@ -480,7 +480,7 @@ def time_modes(model: ByteLM, prompt: Tensor, count: int, rounds: int, eviction:
         return clock(prompt) - began
 
     parts = {mode: functools.partial(begun, mode) for mode in MODES}
-    return {mode: found[1:] for (mode, _), found in harness.time_rounds(parts, rounds + 1, seconds).items()}
+    return {mode: found[1:] for (mode, _), found in run.time(parts, seconds, run.options.rounds + 1).items()}
 
 
 def clock(x: Tensor) -> float:

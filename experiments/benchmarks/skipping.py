@@ -121,7 +121,7 @@ def timed(workload: Workload, inputs: dict[str, Tensor], visited: Tensor, run: R
             call = peer.prepare(workload.case, inputs)
             call.backward(call.forward())
             prepared[name] = call.parts
-    timings = run.time(prepared, timer, where)
+    timings = run.time(prepared, timer, where=where)
     plan_us = None
     if workload.study == "planning" and run.device == "cuda" and (call := plan(workload, inputs)):
         call()  # compiles

@@ -420,7 +420,7 @@ def time_rounds(models: Models, variants: Sequence[Variant], run: Run) -> tuple[
             run.missing("failed", reason(error), variant.ours, **where)
             models.base.zero_grad()
             torch.cuda.empty_cache()
-    return harness.time_rounds(calls, run.options.rounds, harness.sustained_timer(run.options.seconds)), first
+    return run.time(calls, harness.sustained_timer(run.options.seconds)), first
 
 
 def rows(setting: Setting, timings: Timings, first: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import types
+from argparse import Namespace
 
 import pytest
 import torch
@@ -110,16 +111,17 @@ def test_rounds_interleave_calls_and_survive_a_failure():
             yield way, call
 
     calls = {"a": lambda: parts("a"), "b": lambda: parts("b", fails_at=2), "c": lambda: parts("c")}
-    failed = {}
-    timings = harness.time_rounds(calls, 3, lambda call: (call(), float(next(clock)))[1], failed)
+    run = harness.Run("x.py", Namespace(commit=None, output=None, rounds=3), [], None)
+    where = {name: {"call": name} for name in calls}
+    timings = run.time(calls, lambda call: (call(), float(next(clock)))[1], where=where)
     assert " ".join(called) == "af ab bf bb cf cb cf cb bf af ab af ab cf cb"  # b dies in the second round
-    assert failed == {"b": "RuntimeError: out of memory"}
+    assert [(one["call"], one["reason"]) for one in run.report["missing"]] == [("b", "RuntimeError: out of memory")]
     assert set(timings) == set(itertools.product("ac", ("forward", "backward")))
     assert timings["a", "forward"] == [1, 9, 11]
     assert timings["a", "backward"] == [2, 10, 12]
     called.clear()
     with pytest.raises(RuntimeError, match="out of memory"):
-        harness.time_rounds(calls, 2, lambda call: call() or 1.0)
+        run.time(calls, lambda call: call() or 1.0, 2)
 
 
 class Device:
