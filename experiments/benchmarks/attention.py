@@ -8,16 +8,14 @@
 Regimes: "sustained" times whole calls back to back, the power limit reached, as in training; "captured" replays them
 from CUDA graphs, without the host; "burst" times single calls with a cleared L2 cache. All kernels run in one process,
 in interleaved rounds; a number is the median over the rounds, with its range (ratio_to_cudnn: of the rounds' ratios).
-forward is a call on tensors that require gradients; backward is torch.autograd.grad for all of them. Both include
-preparation kernels and allocations. TFLOP/s count 2·B·H·T²·(D + D_v) forward. They count 2·B·H·T²·(3 D + 2 D_v)
-backward. Causal: half. relative_error is ‖x − x64‖ / ‖x64‖ on the timed inputs: last head of the last batch entry; of
-sequences over 8,192 tokens the last 2²⁶ / T query rows.
+Both directions include preparation kernels and allocations. TFLOP/s count 2·B·H·T²·(D + D_v) forward and
+2·B·H·T²·(3 D + 2 D_v) backward; causal: half. relative_error is ‖x − x64‖ / ‖x64‖ on the timed inputs: last head of the
+last batch entry; of sequences over 8,192 tokens the last 2²⁶ / T query rows.
 
-Ours: every backend with every decay, called "ours" (the backend "auto") or by the backend's name: "ours", "ours, no
-decay", "triton, constant". They skip nothing. A kernel of ours outside the error budget of decayattn.testing gets no
-speed, and the exit status is 1. --before adds the same of another version of the package, "ours before"; its errors
-are reported only. Peers that cannot be imported are left out, and named. Without a GPU there are no speeds: our kernels
-run in Triton's interpreter on small shapes, for their errors alone.
+Ours: every backend with every decay, called "ours" (the backend "auto") or by the backend's name. They skip nothing. A
+kernel of ours outside the error budget gets no speed, and the exit status is 1. --before adds the same of another
+version of the package; its errors are reported only. Without a GPU there are no speeds: our kernels run in Triton's
+interpreter on small shapes, for their errors alone.
 """
 
 import argparse

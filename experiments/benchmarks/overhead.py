@@ -4,13 +4,11 @@
     python experiments/benchmarks/overhead.py --length 512 --peers fla
     python experiments/benchmarks/overhead.py --packed               # packed sequences, too: of one total, and of many
 
-At B1 H8 T256 the kernels take microseconds, so a training step waits for Python: checking arguments, allocating,
-launching. Host time is the clock over a series of forward and backward calls that nothing waits for. Every call is
-made as training makes it, and once more in one thread. Autograd gives a backward on a GPU to a thread of that GPU,
-and the difference is the cost of waking it and waiting for it. A CUDA graph replays the same launches without the
-host; its time is the device's. Calls of ours have every default. --packed measures calls of one total, and "other
-totals": in every call one token more than in the last. Interleaved rounds, medians with their range. Without a GPU the
-host times of the eager reference are printed, which says nothing about kernels.
+Host time is the clock over a series of forward and backward calls that nothing waits for. Every call is made as
+training makes it, and once more in one thread: autograd gives a backward on a GPU to a thread of that GPU. A CUDA graph
+replays the same launches without the host; its time is the device's. Calls of ours have every default. --packed
+measures calls of one total, and "other totals": in every call one token more than in the last. Interleaved rounds,
+medians with their range. Without a GPU the host times of the eager reference are printed.
 """
 
 import dataclasses
@@ -32,7 +30,6 @@ from benchmarks.harness import Case, Parts, Run
 from decayattn.backends import registry
 
 OPTIONS = {
-    "batch": (1, 1, "sequences B"),
     "heads": (8, 8, "heads H"),
     "length": (256, 256, "sequence length T"),
     "head_dims": ([64, 128], [16], "head dimensions D = D_v"),
@@ -52,12 +49,12 @@ def measure(run: Run) -> None:
     """A row for every head dimension and call."""
     options = run.options
     for head_dim in options.head_dims:
-        case = Case(options.batch, options.heads, options.length, head_dim, options.dtype, "scalar", -0.01)
+        case = Case(1, options.heads, options.length, head_dim, options.dtype, "scalar", -0.01)
         print(f"\n{case}", flush=True)
         inputs = case.inputs(run.device, options.seed)
         calls: dict[str, Parts] = {}
-        chosen = [peers.OTHERS[name] for name in options.peers]
-        for peer in chosen + [peers.ours(backend, skip_tolerance="auto") for backend in options.backends]:
+        ours = [peers.ours(backend, skip_tolerance="auto") for backend in options.backends]
+        for peer in [*(peers.OTHERS[name] for name in options.peers), *ours]:
             with run.attempt(ours=peer.backend is not None, case=str(case), peer=peer.name):
                 call = peer.prepare(case, inputs)
                 step = functools.partial(lambda call: call.backward(call.forward()), call)

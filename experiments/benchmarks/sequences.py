@@ -13,10 +13,8 @@
 
 A result outside its error budget gets no speed, and the exit status is 1; the budget of generate's logits is twice the
 error of the model without a cache, plus one rounding. stream: held_bound is the upper bound of the cache after an
-eviction, by arithmetic from the model's decays; the caches have exactly the capacity for it and the tokens until the
-next one. Without a GPU the kernels run in Triton's interpreter on small shapes. Packed and decode are then checked and
-not timed; generate is timed by the clock, on that CPU. The JSON is written after every part, so that an interrupted
-run keeps its results.
+eviction, by arithmetic from the model's decays. Without a GPU packed and decode are checked in Triton's interpreter and
+not timed; generate is timed by the clock, on that CPU.
 """
 
 import copy

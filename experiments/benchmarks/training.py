@@ -51,7 +51,7 @@ from shared.provenance import ROOT
 from shared.workers import in_time
 
 from benchmarks import harness, peers
-from benchmarks.harness import Absent, Case, Run, Timings, in_layout, reason, spread
+from benchmarks.harness import Absent, Case, Run, Timings, in_layout, spread
 from decayattn import DecayFlashAttention
 from decayattn.backends import registry
 from decayattn.nn import Rotary
@@ -405,8 +405,8 @@ def time_rounds(models: Models, variants: Sequence[Variant], run: Run) -> tuple[
     """(milliseconds of a step, the most memory and the loss) of the variants that do not fail."""
     calls, first = {}, {}
     for variant in variants:
-        name, where = variant.name, {"setting": str(models.setting), "variant": variant.name}
-        try:
+        name = variant.name
+        with run.attempt(ours=variant.ours, setting=str(models.setting), variant=name):
             model = models.decoder(variant, models.setting.length)
             if models.setting.compiled:
                 model.compile_parts()
@@ -416,8 +416,7 @@ def time_rounds(models: Models, variants: Sequence[Variant], run: Run) -> tuple[
             loss = float(step())
             first[name] = {"peak_bytes": torch.cuda.max_memory_allocated(), "loss": loss}
             calls[name] = lambda step=step: [("step", step)]
-        except Exception as error:  # out of memory, say: the others go on
-            run.missing("failed", reason(error), variant.ours, **where)
+        if name not in calls:  # out of memory, say
             models.base.zero_grad()
             torch.cuda.empty_cache()
     return run.time(calls, harness.sustained_timer(run.options.seconds)), first

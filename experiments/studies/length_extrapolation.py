@@ -3,16 +3,13 @@
     python experiments/studies/length_extrapolation.py                      # 9 schemes, 3 seeds; on a CPU in miniature
     python experiments/studies/length_extrapolation.py --minutes 9          # stops in time; the same command goes on
     python experiments/studies/length_extrapolation.py --devices 2          # a process for each GPU
-    python experiments/studies/length_extrapolation.py --draw results/length_extrapolation.json
 
-Byte-level models of one shape are trained on texts of one length, on the same bytes from the same initial weights.
-They are read at every position of longer texts, which come from packages outside the training text. The texts are
-Python source: by default all that is installed, the standard library and every distribution. A package is on one side
-alone, without copies of files and of other packages. The cells of a seed have the same bytes at every step and the
-same initial weights, except those that only one scheme has. bits: mean bits per byte of stretches of positions (edges:
-of each length) with the whole crop before them. columns: of the stretches of the table, also with at most the trained
-length before each byte (in_windows, half a window apart). Each cell (a scheme and a seed) is added to the output
-at once, and a call goes on with the cells that the output lacks.
+Byte-level models of one shape are trained on texts of one length. They are read at every position of longer texts, from
+packages outside the training text. The texts are Python source: by default the standard library and all that is
+installed. The cells of a seed have the same bytes at every step and the same initial weights, except those that only
+one scheme has. bits: mean bits per byte of stretches of positions (edges: of each length) with the whole crop before
+them. columns: of the stretches of the table, also with at most the trained length before each byte (in_windows, half a
+window apart). Each cell (a scheme and a seed) is added to the output at once.
 """
 
 import functools

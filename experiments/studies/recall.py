@@ -3,16 +3,13 @@
     python experiments/studies/recall.py                          # the whole grid on a GPU; on a CPU a small one
     python experiments/studies/recall.py --minutes 9              # as much as fits; the next call goes on from there
     python experiments/studies/recall.py --devices 2              # on two GPUs
-    python experiments/studies/recall.py --tasks forgetting --modes scalar rotary --output forgetting.json
 
 The task is Zoology's (arXiv 2312.04927, two layers without an MLP), and a variant in which every key is assigned twice
 and the later value counts. A model is trained on sequences of all shapes (tokens, pairs) at once, most of them short,
-and tested on each. A cell of the grid (task, mode, width) trains one model per learning rate and seed, and is done or
-not: --output keeps those that are, and a later call with the same options and commit goes on. The reported learning
-rate of a cell is the one with the best accuracy on validation sequences, over all seeds. Accuracies are
-[learning rate][seed][shape]. Training has new sequences in every step, each of which counts the same. It uses AdamW
-with a warm-up over 10 % and a linear decay to 0, and bfloat16 autocast on a GPU. Data, steps, initial projections and
-rates are the same for every mode, and decays start as the library's do.
+and tested on each. A cell of the grid (task, mode, width) trains one model per learning rate and seed. Its reported
+learning rate is the one with the best accuracy on validation sequences, over all seeds. Accuracies are
+[learning rate][seed][shape]. Training has new sequences in every step, AdamW with a warm-up over 10 % and a linear
+decay to 0, and bfloat16 autocast on a GPU. Data, steps, initial projections and rates are the same for every mode.
 """
 
 import itertools
