@@ -172,7 +172,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--targets", **some, choices=TARGETS, default=["sm_90"], help="Hopper's: sm_90 only")
     parser.add_argument("--versions", **some, help="compile with these versions of Triton, not with the installed one")
     parser.add_argument("--short", action="store_true", help=f"compile CI's part with {' '.join(VERSIONS)}")
-    parser.add_argument("--folder", type=Path, help="folder of the versions, kept for the next time")
     parser.add_argument("--json", type=Path, help="file for the printed figures, the largest of kernels of one name")
     options = parser.parse_args(argv)
     if options.short or options.versions:
@@ -198,25 +197,18 @@ def of_versions(options: argparse.Namespace) -> tuple[list[dict], int]:
     """The rows of every version of Triton, and the number of runs with a fault."""
     versions, lists = options.versions or VERSIONS, ("backends", "head_dims", "decays", "paths", "targets")
     own = [word for name in lists for word in (f"--{name.replace('_', '-')}", *map(str, getattr(options, name)))]
-    short = {version: SHORT[: None if version in (versions[0], versions[-1]) else 1] for version in versions}
+    runs = []
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
-        folders = {version: installed(version, options.folder or Path(temporary)) for version in versions}
-        runs = [
-            (folders[version], part, Path(temporary, f"{version}-{number}.json")) for version in versions
-            for number, part in enumerate(map(shlex.split, short[version]) if options.short else [own])
-        ]
+        for version in versions:
+            folder = Path(temporary, f"triton-{version}")
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+            subprocess.run([*pip, f"triton=={version}"], check=True)
+            short = SHORT if version in (versions[0], versions[-1]) else SHORT[:1]
+            parts = map(shlex.split, short) if options.short else [own]
+            runs += [(folder, part, Path(temporary, f"{version}-{n}.json")) for n, part in enumerate(parts)]
         statuses = list(pool.map(lambda run: compiled_apart(*run, options.dtype), runs))
         rows = [row for *_, path in runs if path.exists() for row in json.loads(path.read_text())["kernels"]]
     return rows, sum(map(bool, statuses))
-
-
-def installed(version: str, folder: Path) -> Path:
-    """The folder to put first on the path for a version of Triton."""
-    target = folder / f"triton-{version}"
-    if not (target / "triton" / "__init__.py").exists():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
-        subprocess.run([*pip, f"triton=={version}"], check=True)
-    return target
 
 
 def compiled_apart(folder: Path, part: Sequence[str], path: Path, dtype: str) -> int:

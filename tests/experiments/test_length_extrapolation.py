@@ -165,18 +165,6 @@ def test_stretches_cover_every_position():
     assert len(study.bins(1024, 65_536)) < 300
 
 
-def test_a_later_call_adds_cells_and_refuses_others(data, tmp_path):
-    assert harness.main(study, call(data, tmp_path, "--schemes", "none")) == 0
-    first = json.loads((tmp_path / "result.json").read_text())["rows"]
-    assert harness.main(study, call(data, tmp_path, "--schemes", "none", "rotary", "--seeds", "0", "1")) == 0
-    runs = json.loads((tmp_path / "result.json").read_text())["rows"]
-    assert runs[0] == first[0]
-    assert [(run["scheme"], run["seed"]) for run in runs[1:]] == [("rotary", 0), ("none", 1), ("rotary", 1)]
-    for more, said in ((["--steps", "30"], "has setup"), (["--commit", "abc"], "expected abc")):
-        with pytest.raises(SystemExit, match=said):
-            harness.main(study, call(data, tmp_path, *more))
-
-
 @pytest.mark.slow
 def test_two_processes_share_the_runs(data, tmp_path, measured):
     """Two find what one does."""
