@@ -49,6 +49,7 @@ from shared.options import above_zero
 from shared.plots import frame, legend_entries, length_axis
 from shared.provenance import ROOT
 from shared.workers import in_time
+from toy_lm.model import NORM_EPS, Block
 
 from benchmarks import harness, peers
 from benchmarks.harness import Absent, Case, Run, Timings, in_layout, spread
@@ -145,7 +146,7 @@ class Setting(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """Pre-norm blocks with an MLP of four times the width, tied embeddings, no position embedding of its own.
+    """The toy model's blocks, tied embeddings, no position embedding of its own.
 
     attention() makes the layer of a block; all of them have the parameters of a DecayFlashAttention.
     """
@@ -154,7 +155,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(setting.vocabulary, setting.width)
         self.blocks = nn.ModuleList(Block(setting.width, attention()) for _ in range(setting.layers))
-        self.norm = nn.RMSNorm(setting.width, eps=1e-6)
+        self.norm = nn.RMSNorm(setting.width, eps=NORM_EPS)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -174,22 +175,6 @@ class Decoder(nn.Module):
         for block in self.blocks:
             block.compile(dynamic=False)
         self.loss = torch.compile(self.loss, dynamic=False)
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, width: int, attention: nn.Module):
-        super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(width, eps=1e-6), attention
-        self.mlp_norm = nn.RMSNorm(width, eps=1e-6)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
 
 
 def ours(setting: Setting, backend: str, kind: str, skip_tolerance: str | None = "auto") -> nn.Module:
