@@ -14,7 +14,7 @@ those of the last rank if it fetched all keys before its slice; bandwidth is tha
 slowest rank. A call adds the results that its --output lacks. Without a GPU there are no speeds: two processes with
 gloo run the kernels in Triton's interpreter on small shapes, for their errors and for the bytes that they send.
 
---simulate calculates one layer at --simulated tokens, forward and backward. Nothing is run. The time of P ranks is
+--simulate calculates one layer at 1,048,576 tokens, forward and backward. Nothing is run. The time of P ranks is
 compute + transfer + rest, one after the other, as the library runs them:
 
 * compute: the time of one GPU at T, times the share of the rank with the most to do. The time grows as T^e between the
@@ -67,7 +67,6 @@ OPTIONS = {
     "head_dim": (128, 16, "head dimension D = D_v"),
     "dtype": harness.DTYPE,
     "decays": (["none", "-0.01", "-0.1", "alibi"], ["-2"], "none, alibi, or mean log-decays per token, natural log"),
-    "modes": (list(MODES), list(MODES), "halo, heads", MODES),
     "backend": ("auto", "triton", "our backend", registry.NAMES),
     "check_length": (4096, 40, "tokens of the calls that are judged in float64"),
     "alone_up_to": (524288, 0, "longest sequence that one GPU runs alone, too", int),
@@ -76,17 +75,16 @@ OPTIONS = {
     "rounds": (3, 3, "interleaved rounds"),
     "output": harness.output("benchmark_context.json"),
     "simulate": (None, None, "a report to calculate from, and nothing is run", Path),
-    "simulated": (2**20, 2**20, "of the calculation: tokens T"),
-    "gpus": ([8, 64, 512], [8, 64, 512], "of the calculation: numbers of GPUs"),
 }
 # options that all rows of a report share
-SAME = ("ranks", "heads", "kv_heads", "head_dim", "dtype", "modes", "backend", "check_length", "alone_up_to", "rounds",
+SAME = ("ranks", "heads", "kv_heads", "head_dim", "dtype", "backend", "check_length", "alone_up_to", "rounds",
         "seconds")
 RATES = ("none", "alibi")
 ALONE = "one GPU"
 FORWARD, BACKWARD, BOTH = TIMED = ("forward", "backward", "both")
-# of the calculation: GPUs that the measured bandwidth is taken to be between, and bytes per second to other machines
-NODE, NETWORK = 8, 50e9
+# of the calculation: tokens, numbers of GPUs; GPUs that the measured bandwidth is taken to be between, and bytes per
+# second to other machines
+SIMULATED, GPUS, NODE, NETWORK = 2**20, (8, 64, 512), 8, 50e9
 
 
 def check_options(options: argparse.Namespace, cuda: bool) -> Iterator[str]:
@@ -208,7 +206,7 @@ def measure_one(workload: Workload, run: Run, group: dist.ProcessGroup) -> None:
     if workload.length <= options.alone_up_to or run.device == "cpu":
         whole = results(prepare(ALONE, inputs, group, options.backend))
     calls, received, found = {}, {}, {}
-    for mode in options.modes:
+    for mode in MODES:
         if workload.length % ranks or (mode == "heads" and workload.heads % ranks):
             print(f"  {mode}: {ranks} ranks do not divide this")
             continue
@@ -334,15 +332,12 @@ def objection(errors: dict[str, float], dtype: str) -> str:
     return ", ".join(f"{name} by {error:.1e}" for name, error in errors.items() if not error <= allowed)
 
 
-def calculated(
-    own: list[dict[str, Any]], alone: list[dict[str, Any]], length: int, ranks: int, bandwidth: float,
-    network: float = NETWORK, node: int = NODE,
-) -> dict[str, Any]:
-    """The row of `ranks` GPUs; its times are None where they do not divide the heads.
+def calculated(own: list[dict[str, Any]], alone: list[dict[str, Any]], ranks: int, bandwidth: float) -> dict[str, Any]:
+    """The row of `ranks` GPUs at SIMULATED tokens; its times are None where they do not divide the heads.
 
     own: measured rows of one mode with one decay in one direction. alone: of one GPU. Both by increasing length.
     """
-    (before, longest), first, last = alone[-2:], own[0], own[-1]
+    (before, longest), first, last, length = alone[-2:], own[0], own[-1], SIMULATED
     is_heads, measured = first["mode"] == "heads", first["ranks"]
     exponent = math.log(longest["ms"] / before["ms"]) / math.log(longest["length"] / before["length"])
     known = {row["length"]: row["ms"] for row in alone}
@@ -362,7 +357,7 @@ def calculated(
         per_token = last["everything"] / (last["length"] * (measured - 1) / measured)
         everything = per_token * length * (ranks - 1) / ranks
         received = everything if received > 0.99 * last["everything"] else min(everything, received)
-    compute, transfer = share(ranks) * one_gpu, 1e3 * received / (bandwidth if ranks <= node else network)
+    compute, transfer = share(ranks) * one_gpu, 1e3 * received / (bandwidth if ranks <= NODE else NETWORK)
     at_first = share(measured) * known[first["length"]]
     rest = max(0.0, first["ms"] - at_first - 1e3 * max(first["received"]) / bandwidth)
     total = compute + transfer + rest
@@ -382,7 +377,7 @@ def simulate(report: dict[str, Any], options: argparse.Namespace, argv: Sequence
     for decay, mode, direction in first:
         own, alone = timed.get((decay, mode, direction)), timed.get((decay, ALONE, direction), [])
         if own and mode != ALONE and len(alone) > 1:
-            found += [calculated(own, alone, options.simulated, ranks, report["bandwidth"]) for ranks in options.gpus]
+            found += [calculated(own, alone, ranks, report["bandwidth"]) for ranks in GPUS]
     columns = ("ranks", "bytes", "compute_ms", "transfer_ms", "rest_ms", "ms", "speed_over_one")
     print(harness.table(found, "{decay}, {mode}, {direction}", columns))
     # the default of --output is the measured report's, which stays
@@ -391,7 +386,7 @@ def simulate(report: dict[str, Any], options: argparse.Namespace, argv: Sequence
     write({
         **origin, "command": command_line("experiments/benchmarks/context.py", list(argv)), "method": __doc__,
         "measured": options.simulate.name, "bandwidth": report["bandwidth"], "network": NETWORK, "node": NODE,
-        "measured_ranks": report["ranks"], "length": options.simulated, "rows": found,
+        "measured_ranks": report["ranks"], "length": SIMULATED, "rows": found,
     }, output)
     print(f"wrote {output}")
     return 0

@@ -6,26 +6,10 @@ import pytest
 import torch
 from benchmark_runs import hide_gpu
 from benchmarks import context
-from benchmarks.context import ALONE, TIMED, Workload, calculated
+from benchmarks.context import ALONE, TIMED, Workload
 from repository_files import ROOT
 
 WORKLOAD = Workload(1024, 4, 2, 64, "bfloat16", "-0.1")
-MB = 10**6
-
-
-def measured(mode: str, ms: list[float], received: list[int], alone: list[float]) -> tuple[list[dict], list[dict]]:
-    """Two ranks at 100 and 200 tokens, 2 MB of each token's row in all."""
-    about = {"decay": "none", "direction": "forward", "ranks": 2, "heads": 32}
-    own = [about | {"mode": mode, "length": n, "ms": x, "received": [0, y], "everything": n * MB // 2}
-           for n, x, y in zip((100, 200), ms, received, strict=True)]
-    return (own, [about | {"length": n, "ms": x} for n, x in zip((100, 200), alone, strict=True)])
-
-
-# 100 ms at 100 tokens, four times as much at 200
-QUADRATIC = measured("halo", [80.0, 310.0], [50 * MB, 100 * MB], [100.0, 400.0])
-LINEAR = measured("halo", [52.0, 102.0], [2 * MB, 2 * MB], [100.0, 200.0])
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreter", "processes_that_meet")
 def test_context_script_runs_without_a_gpu(tmp_path, monkeypatch, capfd):
@@ -71,32 +55,6 @@ def test_wrong_results_are_objected_to():
     assert context.objection({"out": eps, "dq": 0.0}, "bfloat16") == ""
     assert "dq by" in context.objection({"out": eps, "dq": 3 * eps}, "bfloat16")
     assert "dk by nan" in context.objection({"dk": float("nan")}, "float32")
-
-
-def test_without_a_decay_the_last_slice_sees_everything():
-    row = calculated(*QUADRATIC, 400, 4, bandwidth=1e9, network=1e8, node=8)
-    assert row["exponent"] == pytest.approx(2)
-    assert row["one_gpu_ms"] == pytest.approx(1600)
-    assert row["compute_ms"] == pytest.approx(1600 * 7 / 16)
-    assert row["bytes"] == pytest.approx(300 * MB)
-    assert row["transfer_ms"] == pytest.approx(300)
-    assert row["rest_ms"] == 0.0  # 80 ms are less than 75 of computing and 50 of transfer
-    assert row["speed_over_one"] == pytest.approx(1600 / 1000)
-
-
-def test_a_decay_divides_work_and_heads_are_dealt_out():
-    row = calculated(*LINEAR, 400, 4, bandwidth=1e9, network=1e8, node=2)
-    assert row["compute_ms"] == pytest.approx(100)
-    assert row["bytes"] == 2 * MB
-    assert row["transfer_ms"] == pytest.approx(20)  # by the network
-    assert row["rest_ms"] == pytest.approx(0.0)  # 52 ms: 50 of computing, 2 of transfer
-    slower = measured("halo", [55.0, 105.0], [2 * MB, 2 * MB], [100.0, 200.0])
-    assert calculated(*slower, 400, 4, 1e9, 1e8, 2)["rest_ms"] == pytest.approx(3)
-    heads = measured("heads", [80.0, 310.0], [25 * MB, 50 * MB], [100.0, 400.0])
-    row = calculated(*heads, 400, 4, bandwidth=1e9, network=1e8, node=8)
-    assert row["compute_ms"] == pytest.approx(400)
-    assert row["bytes"] == pytest.approx(50 * MB / (200 / 4) * 400 * 3 / 16)
-    assert calculated(*heads, 400, 64, bandwidth=1e9, network=1e8, node=8)["ms"] is None
 
 
 def test_the_calculation_of_the_page_is_made_again(tmp_path):

@@ -265,7 +265,6 @@ def test_attention_script_interprets_kernels_by_itself(interpreter):
     (attention, "--before nowhere", "nowhere holds no decayattn/__init__.py"),
     (sequences, "--what nothing", "invalid choice: 'nothing'"),
     (context, "--decays fast", "expected none, alibi or a number, got 'fast'"),
-    (context, "--modes ring", "invalid choice: 'ring'"),
     (training, "--head-dims 7", "expected even divisors of the width, 32, got 7"),
     (training, "--variants theirs", "--variants: expected all, or some of ours"),
 ])

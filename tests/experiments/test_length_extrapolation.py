@@ -143,18 +143,6 @@ def test_losses_are_of_the_positions_that_they_say():
     assert in_windows[:, 4:].max() < 1e-3
 
 
-def test_windows_are_the_model_on_the_bytes_before(corpus_folder):
-    """No more than the trained length of them, and at least half as many."""
-    corpus, model = corpora.load(corpus_folder), study.build_model(SETTINGS, "scalar", 0).eval()
-    tokens = corpora.crops(corpus.text, corpora.held_out_starts(corpus, 65, 2, 1), 65)
-    with torch.no_grad():
-        found = study.losses_in_windows(model, tokens, SETTINGS)
-        for position in (0, 7, 15, 16, 23, 24, 63):
-            begin = 0 if position < 16 else position // 8 * 8 - 8
-            alone = study.losses(model, tokens[:, begin : position + 2], SETTINGS)[:, -1]
-            torch.testing.assert_close(found[:, position], alone, rtol=1e-4, atol=1e-4)
-
-
 def test_stretches_cover_every_position():
     for length in SETTINGS.lengths:
         edges = study.bins(16, length)
