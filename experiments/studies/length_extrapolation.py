@@ -121,10 +121,6 @@ def columns(context: int, longest: int) -> list[tuple[int, int]]:
     return [(begin, end) for begin, end in itertools.pairwise(edges) if end <= longest]
 
 
-# losses of this number of steps are read together: each read waits for the GPU
-READ_EVERY = 10
-
-
 @functools.lru_cache(maxsize=1)  # one for all cells of a process
 def _text(folder: Path, device: str) -> tuple[Corpus, Tensor]:
     corpus = corpora.load(folder)
@@ -141,23 +137,20 @@ def train(cell: tuple[str, int], settings: Namespace, folder: Path, device: str)
         fused=text.is_cuda,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
-    losses, bits = [], []
-    for step in range(1, settings.steps + 1):
+    losses = torch.zeros(settings.steps, device=device)
+    for step in range(settings.steps):
         with autocast(settings, text.device):
-            loss = next_byte_loss(model, batches.batch(step - 1))
+            loss = next_byte_loss(model, batches.batch(step))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         optimizer.step()
         schedule.step()
-        losses.append(loss.detach())
-        if step % READ_EVERY == 0 or step == settings.steps:
-            bits.append([step, float(torch.stack(losses).mean()) / math.log(2)])
-            losses.clear()
-            if not bits[-1][1] < math.inf:
-                raise FloatingPointError(f"the loss is not finite by step {step}")
-    every = -(-len(bits) // 100)
-    return {"training": {"bits": bits[every - 1 :: every]}, "parameters": sum(p.numel() for p in model.parameters()),
+        losses[step] = loss.detach()
+    if not losses.isfinite().all():
+        raise FloatingPointError(f"the loss of step {int(losses.isfinite().cumprod(0).sum())} is not finite")
+    bits = [float(part.mean()) / math.log(2) for part in losses.chunk(100)]
+    return {"training": {"bits": bits}, "parameters": sum(p.numel() for p in model.parameters()),
             "reading": list(read(model, SCHEMES[scheme].decay != "none", settings, corpus, text))}
 
 
