@@ -32,7 +32,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from shared.options import above_zero, positive
-from shared.provenance import ROOT
+from shared.provenance import ROOT, commit_of
 
 from benchmarks import harness, peers
 from benchmarks.harness import DECAYS, DIRECTIONS, Case, Prepared, Run, Timings
@@ -60,7 +60,8 @@ OPTIONS = {
     "seconds": (None, None, "time of one figure; None: 0.3, of a burst 0.015", above_zero),
     "rounds": (3, 3, "interleaved rounds"),
     "output": harness.output("benchmark_sustained.json"),
-} | harness.BEFORE
+    "before": (None, None, "a checkout of another commit, to measure in the same rounds", lambda text: tree(text)),
+}
 # above this length one head is judged, not two: a matrix of a head's float64 scores takes seconds per evaluation
 _TWO_HEADS_UP_TO = 8192
 
@@ -85,6 +86,13 @@ def check_options(options: argparse.Namespace, cuda: bool) -> tuple[str, ...]:
     return ()
 
 
+def tree(text: str) -> Path:
+    """Type of an option that is a checkout."""
+    if not Path(text, "decayattn/__init__.py").is_file():
+        raise argparse.ArgumentTypeError(f"{text} holds no decayattn/__init__.py")
+    return Path(text)
+
+
 def shape(text: str) -> tuple[int, ...]:
     """Type of an option that is B,T,H,D or B,T,H,D,D_v."""
     numbers = tuple(map(positive, text.split(",")))
@@ -99,8 +107,8 @@ def measure(run: Run) -> None:
     clock, seconds = REGIMES[options.regime]
     seconds = options.seconds or seconds
     run.report |= {
-        "before": harness.before_commit(options), "regime": options.regime, "captured": options.regime == "captured",
-        "seconds": seconds, "kernels": {},
+        "before": options.before and commit_of(options.before), "regime": options.regime,
+        "captured": options.regime == "captured", "seconds": seconds,
     }
     for size in options.shapes:
         kernels = {kernel.name: kernel for kernel in kernels_of(size, options)}
@@ -161,7 +169,6 @@ def check(kernels: Sequence[Kernel], run: Run) -> tuple[dict[str, Prepared], dic
                 own = case.decay != "none" and peer.decay != "none"
                 errors[name] = harness.relative_errors(case, call, expected(own, peer.row_scales))
                 prepared[name] = call
-                run.report["kernels"][name] = peer.label
     return prepared, errors
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import statistics
 import sys
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from shared.options import REPORT, parser_of
 from shared.plots import length_axis
-from shared.provenance import ROOT, commit_of, provenance
+from shared.provenance import ROOT, provenance
 from shared.report import resumed, write
 from torch import Tensor
 
@@ -478,23 +478,6 @@ def table(rows: Iterable[dict[str, Any]], label: str, columns: Sequence[str]) ->
     )
 
 
-def tree(text: str) -> Path:
-    """Type of an option that is a checkout."""
-    if not Path(text, "decayattn/__init__.py").is_file():
-        raise ArgumentTypeError(f"{text} holds no decayattn/__init__.py")
-    return Path(text)
-
-
-def before_commit(options: Namespace) -> str | None:
-    """For the report; None without another version, and where it is not known."""
-    return options.before and (options.before_commit or commit_of(options.before))
-
-
-# another version of the package, measured in the same rounds
-BEFORE = {
-    "before": (None, None, "a checkout of another commit, to measure in the same rounds", tree),
-    "before_commit": (None, None, "its commit, for a copy whose git does not know", str),
-}
 DTYPE = ("bfloat16", "float32", "dtype of q, k, v", DTYPES)
 
 

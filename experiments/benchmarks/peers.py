@@ -4,7 +4,6 @@ Every preparation that depends on the log-decay (a cumulative sum, say) is part 
 depends on the shape alone (a compiled kernel, a block mask) is not.
 """
 
-import dataclasses
 import functools
 import importlib
 import re
@@ -41,7 +40,6 @@ class Peer:
     """
 
     name: str
-    label: str
     layout: str
     decay: str
     build: Callable[[Case, torch.device], Attend]
@@ -66,9 +64,8 @@ def ours(backend: str, decay: bool = True, *, version: ModuleType | None = None,
     options = {"skip_tolerance": None} | options
     package = version or decayattn
     return Peer(
-        f"decayattn {backend}{' before' if version else ''}",
-        f"decayattn ({backend}), {'decay and its gradient' if decay else 'no decay'}{', before' if version else ''}",
-        "BTHD", "learned" if decay else "none", backend=None if version else backend, row_scales=True,
+        f"decayattn {backend}{' before' if version else ''}", "BTHD", "learned" if decay else "none",
+        backend=None if version else backend, row_scales=True,
         build=lambda case, device: lambda q, k, v, log_decay, scale=None: package.decay_attention(
             q, k, v, log_decay, scale=scale, causal=case.causal, backend=backend, **options
         ),
@@ -165,15 +162,9 @@ def _imported(module: str) -> ModuleType:
 OTHERS = {
     peer.name: peer
     for peer in (
-        Peer(BASELINE, "SDPA cuDNN, no decay", "BHTD", "none", cudnn),
-        Peer("flash_attn", "FlashAttention-4, no decay", "BTHD", "none", flash_attn),
-        Peer("flex", "FlexAttention, decay without its gradient", "BHTD", "fixed", flex),
-        Peer("flex-grad", "FlexAttention, decay and its gradient", "BHTD", "learned", flex),
-        Peer("fla", "flash-linear-attention, decay and its gradient", "BTHD", "learned", fla),
-        Peer("fox", "official Forgetting Transformer, decay and its gradient", "BHTD", "learned", fox),
+        Peer(BASELINE, "BHTD", "none", cudnn), Peer("flash_attn", "BTHD", "none", flash_attn),
+        Peer("flex", "BHTD", "fixed", flex), Peer("flex-grad", "BHTD", "learned", flex),
+        Peer("fla", "BTHD", "learned", fla), Peer("fox", "BHTD", "learned", fox),
     )
 }
-PRUNED = dataclasses.replace(
-    OTHERS["fox"], name="fox pruned", label="official Forgetting Transformer, pruned, decay and its gradient",
-    build=functools.partial(fox, adaptive_threshold="auto"),
-)
+PRUNED = Peer("fox pruned", "BHTD", "learned", functools.partial(fox, adaptive_threshold="auto"))

@@ -144,7 +144,7 @@ def test_wrong_and_failing_kernels_get_no_speed(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(attention, "verify_attention", plant)
     monkeypatch.setattr(attention, "_TWO_HEADS_UP_TO", 20)
-    monkeypatch.setitem(peers.OTHERS, "fla", peers.Peer("fla", "", "BTHD", "learned", too_big))
+    monkeypatch.setitem(peers.OTHERS, "fla", peers.Peer("fla", "BTHD", "learned", too_big))
     status, read = run(attention, tmp_path, *ARGUMENTS, "--peers", "cudnn", "fla")
     assert status == 1
     assert {(entry["kernel"], entry["kind"], entry["reason"]) for entry in read["missing"]} == {
@@ -163,9 +163,9 @@ def test_another_version_is_measured_in_the_same_rounds(tmp_path):
     shutil.copytree(ROOT / "decayattn", tree / "decayattn", ignore=shutil.ignore_patterns("__pycache__"))
     with (tree / "decayattn/__init__.py").open("a") as file:
         file.write("\n_ours = decay_attention\ndef decay_attention(*a, **b): return 2 * _ours(*a, **b)\n")
-    before = ["--before", str(tree), "--before-commit", "abc", "--decays", "scalar", "constant", "--peers"]
+    before = ["--before", str(tree), "--decays", "scalar", "constant", "--peers"]
     status, read = run(attention, tmp_path, *ARGUMENTS, *before)
-    assert (status, read["before"], read["missing"]) == (0, "abc", [])
+    assert (status, read["before"], read["missing"]) == (0, None, [])
     for row in read["rows"]:
         ours, before = row["kernels"]["reference"], row["kernels"]["reference before"]
         assert ours["relative_error"]["out"] < 1e-5 < 0.9 < before["relative_error"]["out"]
