@@ -168,7 +168,7 @@ class Workload(NamedTuple):
         return self.length // ranks * (ranks - 1) * row
 
     def inputs(self, device: str, seed: int) -> dict[str, Tensor]:
-        """Those of a Case, the same on every rank."""
+        """Inputs of a Case, the same on every rank."""
         drawn = self.decay not in RATES
         decay = "scalar" if drawn else {"none": "none", "alibi": "constant"}[self.decay]
         case = Case(1, self.heads, self.length, self.head_dim, self.dtype, decay, float(self.decay) if drawn else 0.0,
