@@ -14,7 +14,7 @@ from decayattn.compatibility import refuse_unless
 from decayattn.functional import decay_attention, decay_attention_varlen
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, Spared
-from decayattn.nn.sharded_parameters import Linear, local_part, own_heads, replicated, whole
+from decayattn.nn.sharded_parameters import HeadRMSNorm, Linear, local_part, own_heads, replicated, whole
 from decayattn.normalize import autocast
 from decayattn.problem import BackendName, SkipTolerance
 from decayattn.validation import REQUIRED, check_bool, check_head_dim, check_positive_int, check_tensor, wrong_type
@@ -195,8 +195,9 @@ class DecayFlashAttention(Spared):
         self.in_proj = Linear(self.embed_dim, sum(self.split_sizes), bias=check_bool("bias", bias), **options)
         self.out_proj = Linear(out_width, self.embed_dim, bias=bias, **options)
         # an explicit eps, because torch's default depends on the dtype (and on its version)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **options) if qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **options) if qk_norm else None
+        self.q_norm, self.k_norm = (
+            HeadRMSNorm(self.head_dim, eps=1e-6, **options) if qk_norm else None for _ in range(2)
+        )
         self.sink = nn.Parameter(torch.empty(num_heads, **options)) if check_bool("sink", sink) else None
         self.log_scale = nn.Parameter(torch.empty(num_heads, **options)) if scale == "learned" else None
         self.decay = _build_decay(decay, self.embed_dim, num_heads, options)
@@ -353,7 +354,7 @@ class DecayFlashAttention(Spared):
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = v.unflatten(-1, (self.num_kv_heads, self.value_dim))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = _normalise(q, self.q_norm), _normalise(k, self.k_norm)
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.position is not None:
             start = {}
             if cache is not None and cache.longest > 0:  # an empty cache may have no device yet
@@ -553,11 +554,6 @@ class DecayFlashAttention(Spared):
                     f"{needed_by}: expected a position module that takes the keyword start, the positions (B,) of the "
                     f"first new tokens; {type(self.position).__name__} does not"
                 )
-
-
-def _normalise(heads: Tensor, norm: nn.RMSNorm) -> Tensor:
-    """The norm in its own dtype: float32 under autocast, which also runs LayerNorm in float32."""
-    return norm(heads.to(norm.weight.dtype)).to(heads.dtype)
 
 
 def _roll_left(x: Tensor, tokens: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decayattn.dtensor import check_dtensor, is_dtensor, to_local
@@ -78,6 +79,16 @@ class Linear(nn.Linear):
         super().reset_parameters()
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+
+class HeadRMSNorm(nn.RMSNorm):
+    """RMSNorm of every head of x (…, heads, D), in the dtype of its gain, which autocast leaves in float32."""
+
+    tensor_mesh: "DeviceMesh | None" = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = local_part(self.weight, self.tensor_mesh)
+        return F.rms_norm(x.to(gain.dtype), self.normalized_shape, gain, self.eps).to(x.dtype)
 
 
 @torch.no_grad()

@@ -178,8 +178,7 @@ class HeadwiseParallel(ParallelStyle):
         for norm in (module.q_norm, module.k_norm):
             if norm is not None:
                 _replace(norm, "weight", device_mesh, Replicate())
-                norm.__class__ = HeadNorm
-                norm.tensor_mesh = device_mesh  # type: ignore[assignment]
+                norm.tensor_mesh = device_mesh
         if module.decay is not None:
             module.decay.tensor_mesh = device_mesh
         module.num_heads //= ranks
@@ -187,15 +186,6 @@ class HeadwiseParallel(ParallelStyle):
         module.split_sizes = tuple(size // ranks for size in module.split_sizes)  # type: ignore[assignment]
         module.tensor_mesh = device_mesh
         return module
-
-
-class HeadNorm(nn.RMSNorm):
-    """RMSNorm of a rank's heads; its gain is shared by all ranks' heads."""
-
-    tensor_mesh: DeviceMesh
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, local_part(self.weight, self.tensor_mesh), self.eps)
 
 
 def fuse(parts: Iterable[Tensor]) -> Tensor:
