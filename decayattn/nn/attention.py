@@ -1,5 +1,7 @@
 """DecayFlashAttention: attention with decaying scores, as a layer."""
 
+import contextlib
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, Spared
 from decayattn.nn.sharded_parameters import HeadRMSNorm, Linear, local_part, own_heads, replicated, whole
 from decayattn.normalize import autocast
-from decayattn.problem import BackendName, SkipTolerance
+from decayattn.problem import BackendName, SkipTolerance, is_reset
 from decayattn.validation import REQUIRED, check_bool, check_head_dim, check_positive_int, check_tensor, wrong_type
 
 if TYPE_CHECKING:
@@ -67,9 +69,10 @@ class DecayFlashAttention(Spared):
     With x (B, T, embed_dim)::
 
         q, k, v, g = x · in_proj                  H heads of q and g, H_kv of k and v
-        q, k       = position(norm(q), norm(k))   where asked for
+        k, v       = shift(k), shift(v)           where asked for, as all that follows but out_proj
+        q, k       = position(norm(q), norm(k))
         out        = decay_attention(q, k, v, decay(x))
-        y          = (out · sigmoid(g)) · out_proj
+        y          = (norm(out) · sigmoid(g)) · out_proj
 
     A pre-norm transformer block around it::
 
@@ -98,8 +101,15 @@ class DecayFlashAttention(Spared):
             log_decay of shape (H,) or (B, T, H).
         causal: a token sees itself and the past; otherwise everything, with the decay in both directions.
         bias: biases in both projections.
-        qk_norm: RMSNorm over head_dim of every query and key head; one learned gain for the queries, one for the keys.
+        qk_norm: RMSNorm over head_dim of every query and key head, with learned gains. True: one gain for all query
+            heads, one for all key heads; "per_head": a gain for each. `layer.q_norm.eps` and `.k_norm.eps` are 1e-6.
         output_gate: multiply the output by sigmoid(g) before the output projection.
+        output_norm: RMSNorm over value_dim of every head's output, with a gain for each head, before the output gate.
+        kv_shift: mix the keys and values of a token with those of the token before, per key head, with two more rows of
+            in_proj for each: x_t becomes a_t·x_{t−1} + (1 − a_t)·x_t with a = sigmoid(row · input), before norms and
+            positions. It restarts with every sequence and at a reset (of any query head of the key head): x_{−1} = 0. A
+            context raises. With qk_norm="per_head", output_gate and output_norm, this is the Pro block of the
+            Forgetting Transformer (arXiv 2503.02130, FoX (Pro)).
         position: a module called as position(q, k), q (B, T, H, D) and k (B, T, H_kv, D), that returns both in the same
             shapes and dtype: rotary embeddings, for example. With a cache or a context it is called as
             position(q, k, start=start), start (B,) int32 being the positions of the first new tokens; a module that
@@ -151,8 +161,10 @@ class DecayFlashAttention(Spared):
         decay: DecayPreset | nn.Module = "scalar",
         causal: bool = True,
         bias: bool = False,
-        qk_norm: bool = False,
+        qk_norm: bool | Literal["per_head"] = False,
         output_gate: bool = False,
+        output_norm: bool = False,
+        kv_shift: bool = False,
         position: nn.Module | None = None,
         window_size: tuple[int, int] | None = None,
         sink: bool = False,
@@ -174,8 +186,9 @@ class DecayFlashAttention(Spared):
         self.head_dim = check_head_dim("head_dim", head_dim)
         self.value_dim = check_head_dim("value_dim", self.head_dim if value_dim is None else value_dim)
         self.causal = check_bool("causal", causal)
-        self.qk_norm = check_bool("qk_norm", qk_norm)
+        self.qk_norm = check_qk_norm(qk_norm)
         self.output_gate = check_bool("output_gate", output_gate)
+        self.kv_shift = check_bool("kv_shift", kv_shift)
         if position is not None and not isinstance(position, nn.Module):
             raise wrong_type("position", "a torch.nn.Module", position)
         self.position = position
@@ -191,13 +204,16 @@ class DecayFlashAttention(Spared):
         q_width, k_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         v_width, out_width = self.num_kv_heads * self.value_dim, num_heads * self.value_dim
         # one matrix product; q, k, v and g are slices of its rows, and the kernels read them in place
-        self.split_sizes = (q_width, k_width, v_width, out_width if output_gate else 0)
+        self.split_sizes: tuple[int, ...] = (q_width, k_width, v_width, out_width if output_gate else 0)
+        self.split_sizes += (self.num_kv_heads,) * 2 if kv_shift else ()
         self.in_proj = Linear(self.embed_dim, sum(self.split_sizes), bias=check_bool("bias", bias), **options)
         self.out_proj = Linear(out_width, self.embed_dim, bias=bias, **options)
-        # an explicit eps, because torch's default depends on the dtype (and on its version)
         self.q_norm, self.k_norm = (
-            HeadRMSNorm(self.head_dim, eps=1e-6, **options) if qk_norm else None for _ in range(2)
+            HeadRMSNorm(self.head_dim, heads if qk_norm == "per_head" else None, **options) if qk_norm else None
+            for heads in (num_heads, self.num_kv_heads)
         )
+        has_norm = check_bool("output_norm", output_norm)
+        self.output_norm = HeadRMSNorm(self.value_dim, num_heads, **options) if has_norm else None
         self.sink = nn.Parameter(torch.empty(num_heads, **options)) if check_bool("sink", sink) else None
         self.log_scale = nn.Parameter(torch.empty(num_heads, **options)) if scale == "learned" else None
         self.decay = _build_decay(decay, self.embed_dim, num_heads, options)
@@ -210,7 +226,7 @@ class DecayFlashAttention(Spared):
         Under tensor parallelism every rank calls it. With the same seed on all of them, the weights are those of a
         layer on one device; otherwise the first rank's.
         """
-        for module in (self.in_proj, self.out_proj, self.q_norm, self.k_norm):
+        for module in (self.in_proj, self.out_proj, self.q_norm, self.k_norm, self.output_norm):
             if module is not None:
                 module.reset_parameters()
         self._zero_start()
@@ -279,15 +295,12 @@ class DecayFlashAttention(Spared):
         given = _CallArguments(
             padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths, log_decay, memory, memory_padding_mask
         )
-        if self.context is None:
-            q, k, v, gate, given, options = self._prepare(x, given, others, unknown)
-        else:
-            with self.context.reporting(x):
-                q, k, v, gate, given, options = self._prepare(x, given, others, unknown)
+        with contextlib.nullcontext() if self.context is None else self.context.reporting(x):
+            q, k, v, gate, unshifted, given, options = self._prepare(x, given, others, unknown)
         log_decay = given.log_decay
         if cache is not None:
             q, k, v = autocast(q, k, v)  # a position module may return float32
-            out = cache.attend(q, k, v, log_decay, new_lengths=given.new_lengths, **options)
+            out = cache.attend(q, k, v, log_decay, new_lengths=given.new_lengths, unshifted=unshifted, **options)
         elif self.context is not None:
             options |= dict(causal=self.causal, cu_seqlens=given.cu_seqlens, max_seqlen=max_seqlen)
             out = self.context.attend(q, k, v, log_decay, **options)
@@ -302,6 +315,8 @@ class DecayFlashAttention(Spared):
             )[None]
         else:
             out = decay_attention(q, k, v, log_decay, causal=self.causal, **options)
+        if self.output_norm is not None:
+            out = self.output_norm(out)
         out = out.flatten(-2)
         if self.output_gate:
             out = out * gate.sigmoid()
@@ -311,8 +326,11 @@ class DecayFlashAttention(Spared):
 
     def _prepare(
         self, x: Tensor, given: _CallArguments, others: tuple, unknown: dict
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, _CallArguments, dict[str, Any]]:
-        """The forward before its attention. Return q, k, v, the gate, and the attention's arguments and options."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None, _CallArguments, dict[str, Any]]:
+        """The forward before its attention.
+
+        Return q, k, v, the gate, k and v before a shift, and the attention's arguments and options.
+        """
         begin = self._check_arguments(x, given, others, unknown)
         cache, resets, log_decay, memory = given.cache, given.resets, given.log_decay, given.memory
         if self.tensor_mesh is not None:
@@ -347,12 +365,24 @@ class DecayFlashAttention(Spared):
                 bounds |= {"leftpad_k": first, "seqused_k": end}
             # one call of in_proj, which may be quantised, adapted or sharded
             tokens, x = torch.cat([x, memory], 1), memory
-        q, k, v, gate = self.in_proj(tokens).split(self.split_sizes, dim=-1)
+        q, k, v, gate, *mixing = self.in_proj(tokens).split(self.split_sizes, dim=-1)
         if memory is not None:
-            q, k, v, gate = q[:, :rows], k[:, rows:], v[:, rows:], gate[:, :rows]
+            q, gate = q[:, :rows], gate[:, :rows]
+            k, v, *mixing = (part[:, rows:] for part in (k, v, *mixing))
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = v.unflatten(-1, (self.num_kv_heads, self.value_dim))
+        if log_decay is None and self.decay is not None:
+            log_decay = self.decay(x)
+        if resets is not None:
+            if not isinstance(log_decay, Tensor) or log_decay.ndim != 3:
+                raise ValueError("resets: expected a decay per token; with a constant decay use cu_seqlens")
+            log_decay = log_decay.masked_fill(resets.bool()[..., None], -math.inf)
+        unshifted = None
+        if mixing:
+            unshifted, starts = (k, v), self._starts(k, log_decay, bounds.get("leftpad_k"), given.cu_seqlens)
+            before = () if cache is None else cache.last_unshifted()
+            k, v = (_shift(*of_one, starts) for of_one in zip(unshifted, mixing, before or (None, None), strict=True))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.position is not None:
@@ -362,20 +392,28 @@ class DecayFlashAttention(Spared):
             elif cache is not None or self.context is not None:
                 start = {"start": torch.full(x.shape[:1], begin, dtype=torch.int32, device=x.device)}
             q, k = _check_positioned(self.position(q, k, **start), q, k)
-        if log_decay is None and self.decay is not None:
-            log_decay = self.decay(x)
         if memory is not None and not self.causal and isinstance(log_decay, Tensor) and log_decay.ndim == 3:
             _check_aligned(bounds, rows, memory.shape[1])
-        if resets is not None:
-            if not isinstance(log_decay, Tensor) or log_decay.ndim != 3:
-                raise ValueError("resets: expected a decay per token; with a constant decay use cu_seqlens")
-            log_decay = log_decay.masked_fill(resets.bool()[..., None], -math.inf)
         options: dict[str, Any] = dict(
             scale=self._score_scale(local_part), window_size=self.window_size,
             sink=None if self.sink is None else local_part(self.sink, self.tensor_mesh),
             skip_tolerance=self.skip_tolerance, backend=self.backend, **bounds,
         )
-        return q, k, v, gate, given._replace(log_decay=log_decay), options
+        return q, k, v, gate, unshifted, given._replace(log_decay=log_decay), options
+
+    def _starts(
+        self, k: Tensor, log_decay: Tensor | float | None, first: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor | None:
+        """True at keys that a shift must not mix with the key before, (B or 1, T or 1, H_kv or 1); None without any."""
+        found = []
+        if isinstance(log_decay, Tensor) and log_decay.shape[-1:] == (self.num_heads,):
+            found.append(is_reset(log_decay).unflatten(-1, (self.num_kv_heads, -1)).any(-1))
+        token = torch.arange(-1, k.shape[1], dtype=torch.int32, device=k.device)
+        if first is not None:
+            found.append((token[1:] == first[:, None])[..., None])
+        if cu_seqlens is not None:
+            found.append((torch.searchsorted(cu_seqlens, token, right=True).diff() > 0)[:, None])
+        return functools.reduce(torch.logical_or, found) if found else None
 
     def make_cache(
         self,
@@ -416,7 +454,12 @@ class DecayFlashAttention(Spared):
             raise ValueError(
                 "qk_norm: expected gains with values, got some on the meta device; call score_bound before offloading"
             )
-        q_gain, k_gain = (whole(norm.weight).double().abs().amax() for norm in (self.q_norm, self.k_norm))
+        q_gain, k_gain = (
+            (whole(norm.weight) if norm.is_shared else own_heads(norm.weight, self.tensor_mesh).view(-1, self.head_dim))
+            .double().abs().amax(-1) for norm in (self.q_norm, self.k_norm)
+        )
+        if k_gain.ndim:
+            k_gain = k_gain.repeat_interleave(self.num_heads // self.num_kv_heads)
         scale = self._score_scale(own_heads)
         scale = self.head_dim**-0.5 if scale is None else scale
         scale = torch.as_tensor(scale, dtype=torch.float64, device=q_gain.device)
@@ -426,7 +469,7 @@ class DecayFlashAttention(Spared):
 
     def extra_repr(self) -> str:
         names = ["embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_dim", "causal", "qk_norm", "output_gate"]
-        names += [] if self.window_size is None else ["window_size"]
+        names += [name for name in ("kv_shift", "window_size") if getattr(self, name)]
         options = [f"{name}={getattr(self, name)}" for name in names]
         return ", ".join([*options, f"scale={self.scale!r}", f"backend={self.backend!r}"])
 
@@ -478,6 +521,8 @@ class DecayFlashAttention(Spared):
             self._check_log_decay(x if given.memory is None else given.memory, given.log_decay)
         begin, end = 0, x.shape[1]
         if self.context is not None:
+            if self.kv_shift:
+                raise ValueError("context: expected None with kv_shift, which needs the token before a rank's slice")
             self._check_position("context")
             begin, lengths = self.context.first_token(end), self.context.lengths
             end = end * torch.distributed.get_world_size(self.context.group) if lengths is None else sum(lengths)
@@ -554,6 +599,19 @@ class DecayFlashAttention(Spared):
                     f"{needed_by}: expected a position module that takes the keyword start, the positions (B,) of the "
                     f"first new tokens; {type(self.position).__name__} does not"
                 )
+
+
+def _shift(x: Tensor, mixing: Tensor, before: Tensor | None, starts: Tensor | None) -> Tensor:
+    """a_t·x_{t−1} + (1 − a_t)·x_t for x (B, T, H_kv, D) with a = sigmoid(mixing), in float32 or wider.
+
+    before (B, 1, H_kv, D) is x_{−1}, None for 0. At a start, x_{t−1} counts as 0.
+    """
+    before = x.new_zeros(len(x), 1, *x.shape[2:]) if before is None else before.to(x.dtype)
+    previous = torch.cat([before, x], 1)[:, :-1]
+    if starts is not None:
+        previous = previous.masked_fill(starts[..., None], 0)  # also NaN of another sequence
+    a = mixing.to(torch.promote_types(x.dtype, torch.float32)).sigmoid()[..., None]
+    return (a * previous + (1 - a) * x).to(x.dtype)
 
 
 def _roll_left(x: Tensor, tokens: Tensor) -> Tensor:
@@ -637,6 +695,13 @@ def _build_decay(decay: DecayPreset | nn.Module, embed_dim: int, num_heads: int,
     if decay not in DECAYS:
         raise ValueError(f"decay: expected {expected}, got {decay!r}")
     return DECAYS[decay](embed_dim, num_heads, **options)
+
+
+def check_qk_norm(qk_norm: object) -> Any:
+    """Return qk_norm, a bool or "per_head"."""
+    if qk_norm != "per_head" and not isinstance(qk_norm, bool):
+        raise wrong_type("qk_norm", "a bool or 'per_head'", qk_norm)
+    return qk_norm
 
 
 def _checked_scale(scale: float | str | None) -> float | str | None:

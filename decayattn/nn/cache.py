@@ -19,6 +19,9 @@ from decayattn.validation import check_counts, check_positive_int, check_tensor,
 # stays, for `crop`; the other half fills before the next move. One copy of the window per 128 steps is 3 % of the bytes
 # that the steps read.
 _SLACK = 256
+# Tokens of a layer with kv_shift whose unshifted keys and values stay: `crop` needs those of the token that is then the
+# last. For heads of 64 channels they take the room of 64 more tokens.
+_UNSHIFTED = 64
 
 
 class DecayCache:
@@ -115,8 +118,13 @@ class DecayCache:
             self.first = torch.zeros(heads, device=device, dtype=torch.int32)
             # log Σ exp(−α_j) over the evicted tokens of the last segment
             self._log_evicted = torch.full(heads, -torch.inf, device=device, dtype=torch.float64)
-            # _moved: value of `dropped` when tokens last moved out of the window
-            self.lengths, self.dropped, self._moved = torch.zeros(3, self.batch_size, device=device, dtype=torch.int32)
+            # _moved: value of `dropped` when tokens last moved out of the window. _written: positions, counted from the
+            # start of the sequence, before the last one in _unshifted
+            self.lengths, self.dropped, self._moved, self._written = torch.zeros(
+                4, self.batch_size, device=device, dtype=torch.int32
+            )
+        # k and v before a shift, each (B, _UNSHIFTED, H_kv, ·); position p is in slot p % _UNSHIFTED
+        self._unshifted: tuple[Tensor, ...] = ()
         # constant log-decays of the last `attend`, (H,) or 0; None before the first
         self._rates: Tensor | float | None = None
 
@@ -133,6 +141,7 @@ class DecayCache:
         new_lengths: Tensor | None = None,
         skip_tolerance: SkipTolerance = "auto",
         backend: BackendName = "auto",
+        unshifted: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Append T tokens and return the causal attention of their queries over all tokens, (B, T, H, D_v).
 
@@ -146,6 +155,8 @@ class DecayCache:
                 under autocast. A call's window must not be wider than the cache's.
             new_lengths: (B,) int32 or int64, number of valid new tokens in each entry (clamped to 0 … T). The outputs
                 of the others are undefined.
+            unshifted: for a layer that mixes tokens with the one before: k and v before that. `last_unshifted` returns
+                those of the last token.
 
         Raises:
             TypeError, ValueError: for every bad argument, by name, before anything changes, and if the tokens do not
@@ -159,6 +170,10 @@ class DecayCache:
                 f"got {tuple(q.shape[1:3])}"
             )
         rates = inputs.log_decay
+        for name, x, like in zip("kv", unshifted or (), (k, v), strict=False):
+            if x.shape != like.shape or x.device != like.device:
+                raise ValueError(f"unshifted: expected the shape and device of {name}, {tuple(like.shape)}, got others")
+            refuse_gradients(unshifted=x)
         self._check_tokens(k, v, per_token, new_lengths)
         refuse_gradients(q=q, log_decay=rates, scale=scale, sink=sink)
         if self._left is not None and (left is None or left > self._left):
@@ -177,7 +192,7 @@ class DecayCache:
                     sink=sink, seqused_q=counted, seqused_k=counted, skip_tolerance=skip_tolerance, backend=backend,
                 )
         replaced = self._make_room(q.shape[1])
-        ends, first = self._append(decoder, k, v, per_token, counted)
+        ends, first = self._append(decoder, k, v, per_token, counted, unshifted)
         if not is_first:
             longest = self.keys.shape[1] if self._in_trial else self.longest
             out, _ = decoder.decode(
@@ -207,6 +222,38 @@ class DecayCache:
         self._append(decoder, k, v, log_decay, _valid_lengths(new_lengths, k.shape[1]))
         self._restore_buffers(replaced)
 
+    def last_unshifted(self) -> tuple[Tensor, ...]:
+        """Unshifted k and v of every entry's last token, (B, 1, H_kv, ·); () for an empty cache.
+
+        They are 0 for a key head with a query head that sees no earlier token.
+        """
+        if not self._unshifted and self.longest:
+            raise ValueError(
+                "cache: expected tokens of a layer with kv_shift, got others; reset the cache and run the prompt again"
+            )
+        slot = (self.lengths + self.dropped - 1) % _UNSHIFTED
+        sees = (self.first < self.lengths[:, None]).unflatten(1, (self.num_kv_heads, -1)).all(2)[..., None]
+        entry = torch.arange(self.batch_size, device=self.device)
+        return tuple(torch.where(sees, held[entry, slot], 0)[:, None] for held in self._unshifted)
+
+    def _keep_unshifted(self, unshifted: tuple[Tensor, Tensor] | None, counted: Tensor | None) -> None:
+        """Store unshifted k and v of tokens that `_append` has counted; only the last ones have room."""
+        if unshifted is None:
+            self._unshifted = ()
+            return
+        if not self._unshifted:
+            with torch.inference_mode(False):
+                self._unshifted = tuple(x.new_zeros(x.shape[0], _UNSHIFTED, *x.shape[2:]) for x in unshifted)
+        tokens = unshifted[0].shape[1]
+        back = torch.arange(min(tokens, _UNSHIFTED), 0, -1, device=self.device)  # tokens before the end
+        index = (tokens if counted is None else counted[:, None]) - back.expand(self.batch_size, -1)
+        ends = self.lengths + self.dropped
+        entry, slot = torch.arange(self.batch_size, device=self.device)[:, None], (ends[:, None] - back) % _UNSHIFTED
+        for held, new in zip(self._unshifted, unshifted, strict=True):
+            own = torch.where((index < 0)[..., None, None], held[entry, slot], new[entry, index.clamp(min=0)].to(held))
+            held[entry, slot] = own
+        self._written.copy_(torch.maximum(self._written, ends))
+
     def grow(self, max_length: int) -> None:
         """Allocate new buffers for max_length tokens and copy the tokens; a window may need less."""
         max_length = check_positive_int("max_length", max_length)
@@ -233,7 +280,7 @@ class DecayCache:
 
     def reset(self) -> None:
         """Remove every token; the buffers stay."""
-        for state in (self.lengths, self.dropped, self._moved, self.first):
+        for state in (self.lengths, self.dropped, self._moved, self._written, self.first):
             state.zero_()
         self._log_evicted.fill_(-torch.inf)
         self.longest, self._rates = 0, None
@@ -246,7 +293,9 @@ class DecayCache:
             if buffer is not None:
                 used = buffer[:, : self.longest]
                 used.copy_(used.index_select(0, index))
-        for state in (self.first, self.lengths, self.dropped, self._moved, self._log_evicted):
+        for state in (
+            self.first, self.lengths, self.dropped, self._moved, self._written, self._log_evicted, *self._unshifted
+        ):
             state.copy_(state.index_select(0, index))
 
     def select(self, index: Tensor) -> None:
@@ -259,8 +308,9 @@ class DecayCache:
             raise ValueError(f"index: expected (N,) int32 or int64, got {index.dtype} {tuple(index.shape)}")
         index = index.to(self.lengths.device)
         with torch.inference_mode(False):
-            for name in ("keys", "values", "first", "lengths", "dropped", "_moved", "_log_evicted"):
+            for name in ("keys", "values", "first", "lengths", "dropped", "_moved", "_written", "_log_evicted"):
                 setattr(self, name, getattr(self, name).index_select(0, index))
+            self._unshifted = tuple(x.index_select(0, index) for x in self._unshifted)
             if self.alpha is not None:
                 self.alpha = self.alpha[index]
         self.batch_size = len(index)
@@ -277,7 +327,8 @@ class DecayCache:
         A reset among them is not undone, and tokens hidden by `evict` stay hidden. An entry without tokens is as after
         `reset`. With a window, the cache must still hold the tokens that the next row sees. After others have moved
         out, a crop can remove up to 128 tokens and those that came since (fewer if max_length is below left + 256).
-        More raises, on a GPU by an assertion on the device.
+        With tokens of a layer with kv_shift, the new last token must be one of the last 64 appended. More raises, on
+        a GPU by an assertion on the device.
         """
         removed, fewest = self._checked_removal(tokens)
         if self._left is not None:
@@ -288,12 +339,20 @@ class DecayCache:
                 "tokens: expected fewer, because the next row sees tokens that have moved out of the window; reset the "
                 "cache and run the prompt again",
             )
+        if self._unshifted:
+            is_held = self._written - (self.lengths + self.dropped - removed) < _UNSHIFTED
+            refuse_unless(
+                ((self.lengths <= removed) | is_held).all(),
+                f"tokens: expected fewer than {_UNSHIFTED}, or all, because kv_shift mixes the next token with the one "
+                "before it, got more; reset the cache and run the prompt again",
+            )
         self.lengths.sub_(removed).clamp_(min=0)
         self.longest -= fewest
         # a `first` beyond the length would also hide the next tokens
         torch.minimum(self.first, self.lengths[:, None], out=self.first)
         is_empty = self.lengths == 0
-        self.dropped.masked_fill_(is_empty, 0)
+        for positions in (self.dropped, self._written):
+            positions.masked_fill_(is_empty, 0)
         self._log_evicted.masked_fill_(is_empty[:, None], -torch.inf)
 
     def _checked_removal(self, tokens: int | Sequence[int] | Tensor) -> tuple[int | Tensor, int]:
@@ -487,7 +546,8 @@ class DecayCache:
             self.device, self.dtype = k.device, k.dtype
 
     def _append(
-        self, decoder: registry.Decoder, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None
+        self, decoder: registry.Decoder, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None,
+        unshifted: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Write checked tokens. Return (the lengths with all of them valid, the first visible keys (B, H, T) int32).
 
@@ -504,6 +564,7 @@ class DecayCache:
         ends = self.lengths if counted is None else self.lengths + tokens
         self.lengths.add_(tokens if counted is None else counted)
         self.longest += tokens
+        self._keep_unshifted(unshifted, counted)
         return ends, first
 
     def _buffers(self) -> reference.CacheBuffers:
@@ -514,7 +575,7 @@ class DecayCache:
         """Context manager that removes the tokens appended inside. Launches are sized for full buffers."""
         if self._kept is not None:
             self._move_out()  # a step needs space
-        state, longest = [self.lengths, self.first, self._log_evicted], self.longest
+        state, longest = [self.lengths, self.first, self._log_evicted, self._written, *self._unshifted], self.longest
         before = [x.clone() for x in state]
         self._in_trial = True
         try:

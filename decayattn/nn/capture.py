@@ -117,4 +117,4 @@ def _check_tensors(inputs: Sequence[object]) -> None:
 
 
 def _buffers(cache: DecayCache) -> tuple[int | None, ...]:
-    return tuple(None if x is None else x.data_ptr() for x in cache._buffers())
+    return tuple(None if x is None else x.data_ptr() for x in (*cache._buffers(), *cache._unshifted))

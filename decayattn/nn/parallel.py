@@ -15,7 +15,7 @@ def fully_shard_attention(module: nn.Module, **options: Any) -> None:
 
     FSDP2's MixedPrecisionPolicy(param_dtype=torch.bfloat16) rounds every parameter that it gathers. A rounded decay
     raises, because its errors add up over tokens, and the gradient of a rounded sink is off by 3 %. Here the policy
-    applies only to the projections. decay, sink, log_scale and the gains of qk_norm are gathered and reduced in their
+    applies only to the projections. decay, sink, log_scale and the gains of norms are gathered and reduced in their
     stored dtype. Without a policy a layer is one group, unless its decay or position module has another dtype.
 
     Call it before the fully_shard of the modules around the layer, as FSDP2 shards the innermost first::
@@ -78,15 +78,15 @@ def tensor_parallel_plan(module: nn.Module) -> "dict[str, ParallelStyle]":
         mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("tensor",))
         parallelize_module(model, mesh, tensor_parallel_plan(model))
 
-    A rank has some heads: their rows of every part of in_proj, their columns of out_proj, and their decay, sink and
-    log_scale. qk_norm's gains are on every rank. The layer takes x whole, a plain tensor or a DTensor, and returns y
-    whole. This costs one sum over the ranks in the forward and one in the backward. `num_heads` and `num_kv_heads`
-    become those of a rank. Rates and slopes are those of the whole model's heads.
+    A rank has some heads: their rows of every part of in_proj, their columns of out_proj, and their decay, sink,
+    log_scale and gains. A gain that all heads share is on every rank. The layer takes x whole, a plain tensor or a
+    DTensor, and returns y whole. This costs one sum over the ranks in the forward and one in the backward. `num_heads`
+    and `num_kv_heads` become those of a rank. Rates and slopes are those of the whole model's heads.
 
-    Every parameter is a DTensor. Those of in_proj are weight_0, weight_1, … (q, k, v, gate), and its `weight` is a
-    read-only copy. The state dict has the same names and shapes as without the plan. `state_dict()` joins the parts of
-    in_proj, and `reset_parameters()` draws whole tensors and divides them. Both are collectives: every rank calls them,
-    even if only one rank saves; a rank that calls alone would wait for the others.
+    Every parameter is a DTensor. Those of in_proj are weight_0, weight_1, … (q, k, v, gate and the two of kv_shift),
+    and its `weight` is a read-only copy. The state dict has the same names and shapes as without the plan.
+    `state_dict()` joins the parts of in_proj, and `reset_parameters()` draws whole tensors and divides them. Both are
+    collectives: every rank calls them, even if only one rank saves; a rank that calls alone would wait for the others.
 
     If other parameters of the model stay plain tensors, pass `foreach=False` to its optimiser: torch cannot update both
     kinds as one list, the default on GPUs. If a gradient of theirs is a sum in no fixed order, for example an

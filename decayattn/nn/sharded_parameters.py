@@ -4,7 +4,7 @@ torch.distributed.tensor takes half a second to import, so only a call with a DT
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -82,13 +82,27 @@ class Linear(nn.Linear):
 
 
 class HeadRMSNorm(nn.RMSNorm):
-    """RMSNorm of every head of x (…, heads, D), in the dtype of its gain, which autocast leaves in float32."""
+    """RMSNorm of every head of x (…, heads, dim), in the dtype of its gain, which autocast leaves in float32.
+
+    With `heads`, every head has a gain per channel. `weight` is flat, (heads · dim,): optimisers see a vector, and
+    tensor parallelism shards it by heads.
+    """
 
     tensor_mesh: "DeviceMesh | None" = None
 
+    def __init__(self, dim: int, heads: int | None = None, **options: Any):
+        # an explicit eps, because torch's default depends on the dtype (and on its version)
+        super().__init__(dim, eps=1e-6, **options)
+        self.is_shared = heads is None
+        if heads is not None:
+            self.weight = nn.Parameter(torch.ones(heads * dim, **options))
+
     def forward(self, x: Tensor) -> Tensor:
         gain = local_part(self.weight, self.tensor_mesh)
-        return F.rms_norm(x.to(gain.dtype), self.normalized_shape, gain, self.eps).to(x.dtype)
+        if self.is_shared:
+            return F.rms_norm(x.to(gain.dtype), self.normalized_shape, gain, self.eps).to(x.dtype)
+        wide = torch.promote_types(gain.dtype, torch.float32)  # one rounding, as with a shared gain
+        return (F.rms_norm(x.to(wide), self.normalized_shape, None, self.eps) * gain.view(x.shape[-2:])).to(x.dtype)
 
 
 @torch.no_grad()

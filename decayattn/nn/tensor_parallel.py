@@ -175,15 +175,15 @@ class HeadwiseParallel(ParallelStyle):
         for owner, names in ((module, ("sink", "log_scale")), (module.decay, _tensors_of(module.decay))):
             for name in names:
                 _replace(owner, name, device_mesh, Shard(0))
-        for norm in (module.q_norm, module.k_norm):
+        for norm in (module.q_norm, module.k_norm, module.output_norm):
             if norm is not None:
-                _replace(norm, "weight", device_mesh, Replicate())
+                _replace(norm, "weight", device_mesh, Replicate() if norm.is_shared else Shard(0))
                 norm.tensor_mesh = device_mesh
         if module.decay is not None:
             module.decay.tensor_mesh = device_mesh
         module.num_heads //= ranks
         module.num_kv_heads //= ranks
-        module.split_sizes = tuple(size // ranks for size in module.split_sizes)  # type: ignore[assignment]
+        module.split_sizes = tuple(size // ranks for size in module.split_sizes)
         module.tensor_mesh = device_mesh
         return module
 

@@ -134,7 +134,8 @@ def test_documented_block_trains():
     ((12, 4), {"decay": None}, TypeError, "decay: expected .* or a module, got None of type NoneType"),
     ((12, 4), {"decay": ConstantDecay.alibi(8)}, ValueError, "decay: expected a module for 4 heads, got one for 8"),
     *(((12, 4), {name: 1}, TypeError, f"{name}: expected a bool, got 1 of type int")
-      for name in ("causal", "bias", "qk_norm", "output_gate", "sink")),
+      for name in ("causal", "bias", "output_gate", "sink")),
+    ((12, 4), {"qk_norm": None}, TypeError, "qk_norm: expected a bool or .per_head., got None"),
     ((12, 4), {"position": "rotary"}, TypeError, "position: expected a torch.nn.Module, got 'rotary' of type str"),
     ((12, 4), {"scale": "big"}, ValueError, "scale: expected a number, 'learned' or None, got 'big'"),
     ((12, 4), {"scale": True}, TypeError, "scale: expected a number, 'learned' or None, got True of type bool"),
