@@ -1,4 +1,4 @@
-"""Weights of other libraries' forgetting attention, for DecayFlashAttention.
+"""Weights of other libraries' forgetting attention, for DecayFlashAttention and DecayForCausalLM.
 
 Each function takes the state dict of such a layer, or of a model with the layer's prefix. It returns the state dict of
 the DecayFlashAttention that computes the same::
@@ -6,118 +6,223 @@ the DecayFlashAttention that computes the same::
     layer = DecayFlashAttention(width, num_heads)
     layer.load_state_dict(from_fla(model.state_dict(), prefix="model.layers.0.attn."))
 
-Build the layer with the options of the other one; load_state_dict names mismatches. Missing parameters and those
-without an equivalent raise a ValueError by name. Only torch is needed.
+Build the layer with the options of the other one; load_state_dict names mismatches. With `config`, the state dict is
+that of a whole language model, and the result is the configuration and the state dict of a DecayForCausalLM::
+
+    config, weights = from_fox(load_file("model.safetensors"), config=json.load(open("config.json")))
+    model = DecayForCausalLM(config)
+    model.load_state_dict(weights)
+
+Parameters and options without an equivalent raise by name. Only torch is needed, and transformers for a whole model.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_NORMS = {"q_norm.weight", "k_norm.weight"}
-_NO_EQUIVALENT = {
-    "k_proj.shift_proj.weight": "it mixes every token with the one before, which DecayFlashAttention does not do",
-    "v_proj.shift_proj.weight": "it mixes every token with the one before, which DecayFlashAttention does not do",
-    "output_norm.weight": "DecayFlashAttention does not normalise what its heads return",
+if TYPE_CHECKING:
+    from decayattn.integrations.transformers import DecayConfig
+
+State = Mapping[str, Tensor]
+
+# parts of in_proj, in the order of its rows; a layer may lack those from the output gate on
+_PARTS = ("q_proj", "k_proj", "v_proj", "g_proj", "k_shift", "v_shift")
+_KEPT = ("q_norm.weight", "k_norm.weight", "output_norm.weight", "decay.weight", "decay.bias", "decay.log_decay")
+_OF_FLA = {"f_proj.weight": "decay.weight", "f_proj.bias": "decay.bias"}
+_OF_FOX = {
+    "k_proj.linear.weight": "k_proj.weight", "k_proj.shift_proj.weight": "k_shift.weight",
+    "v_proj.linear.weight": "v_proj.weight", "v_proj.shift_proj.weight": "v_shift.weight",
+    "ogate_proj.weight": "g_proj.weight", "fgate_proj.weight": "decay.weight", "fgate_proj.bias": "decay.bias",
+    "fgate_bias": "decay.log_decay",
+}
+# of models: the only value with an equivalent, and the reason
+_ONLY = {
+    "use_rope": (False, "DecayForCausalLM has no positions; convert its layers, with position=Rotary(rope_base)"),
+    "qkv_bias": (False, "DecayForCausalLM has no biases; convert its layers, with bias=True"),
+    "window_size": (None, "their layers do not pass it to the attention"),
+    "hidden_act": ("swish", "the MLP of DecayForCausalLM is a SwiGLU"),
+    "attnres_block_size": (None, "DecayForCausalLM adds residuals without weights"),
 }
 
 
-def from_fla(state: Mapping[str, Tensor], *, prefix: str = "") -> dict[str, Tensor]:
+@overload
+def from_fla(state: State, *, config: Mapping[str, Any] | object) -> "tuple[DecayConfig, dict[str, Tensor]]": ...
+@overload
+def from_fla(state: State, *, prefix: str = "", config: None = None) -> dict[str, Tensor]: ...
+def from_fla(state: State, *, prefix: str = "", config: Any = None) -> Any:
     """DecayFlashAttention's state dict from that of flash-linear-attention's ForgettingAttention.
 
     Their options and ours: hidden_size, num_heads and num_kv_heads are embed_dim, num_heads and num_kv_heads.
-    use_output_gate=True is output_gate=True. qkv_bias=True is bias=True; biases that they do not have become 0. Their
-    layer passes no window_size to its kernel. qk_norm=True raises for more than one head, because it has a gain for
-    every head and channel. In early versions it has one gain for all heads; that is qk_norm=True with an eps as in
-    from_fox.
+    use_output_gate=True is output_gate=True. qkv_bias=True is bias=True; biases that they do not have become 0.
+    qk_norm=True is qk_norm="per_head", in early versions qk_norm=True, with an eps of 1e-5: `layer.q_norm.eps =
+    layer.k_norm.eps = 1e-5`. Their layer passes no window_size to its kernel.
 
     Args:
         state: the other layer's state dict, or that of a model around it.
         prefix: the layer's prefix of the names in state, including the dot.
+        config: of a whole ForgettingTransformerForCausalLM: its configuration, or the dict of its config.json. Then
+            return (DecayConfig, state dict) of a DecayForCausalLM. qkv_bias, window_size, attnres_block_size and
+            another MLP than SwiGLU raise.
+
+    Raises:
+        ValueError: for missing parameters, and for parameters and options without an equivalent, by name.
     """
-    gate = {"f_proj.weight": "decay.weight", "f_proj.bias": "decay.bias"}
-    return _convert(_of_layer(state, prefix), prefix, "g_proj", gate, required=gate)
+    if config is not None:
+        return _convert_model(state, _values(config, "forgetting_transformer", "from_fox"), from_fla)
+    return _convert(_of_layer(state, prefix, _OF_FLA), prefix, _OF_FLA.items())
 
 
-def from_fox(state: Mapping[str, Tensor], *, prefix: str = "", ogate_act: str = "sigmoid") -> dict[str, Tensor]:
+@overload
+def from_fox(state: State, *, config: Mapping[str, Any] | object) -> "tuple[DecayConfig, dict[str, Tensor]]": ...
+@overload
+def from_fox(
+    state: State, *, prefix: str = "", ogate_act: str = "sigmoid", config: None = None
+) -> dict[str, Tensor]: ...
+def from_fox(state: State, *, prefix: str = "", ogate_act: str = "sigmoid", config: Any = None) -> Any:
     """DecayFlashAttention's state dict from that of the official Forgetting Transformer's ForgettingAttentionLayer.
 
     Their options and ours: fgate_type="full" is decay="scalar"; "bias_only" and "fixed" are a frozen ConstantDecay;
-    "none" is decay="none". use_output_gate=True is output_gate=True. qk_norm=True with
-    qk_norm_share_param_across_head=True is qk_norm=True with an eps of 1e-5: `layer.q_norm.eps = layer.k_norm.eps =
-    1e-5`. use_rope=True needs a rotary module as the layer's position; no parameter shows this option.
-
-    use_k_shift, use_v_shift, use_output_norm, a gain per head in qk_norm and ogate_act="silu" raise. So the paper's FoX
-    (LLaMA) can be converted, and FoX (Pro) cannot.
+    "none" is decay="none". use_output_gate=True is output_gate=True, and use_output_norm=True is output_norm=True.
+    use_k_shift=True and use_v_shift=True together are kv_shift=True; one alone raises. qk_norm=True is
+    qk_norm="per_head", and qk_norm=True with qk_norm_share_param_across_head=True, as in the published models, with an
+    eps of 1e-5: `layer.q_norm.eps = layer.k_norm.eps = 1e-5`. use_rope=True needs position=Rotary(rope_base); no
+    parameter shows this option. ogate_act="silu" raises. log_pruning_tolerance is skip_tolerance="auto", which skips
+    less.
 
     Args:
         state, prefix: as in from_fla.
         ogate_act: the layer's option of that name; no parameter shows it.
+        config: as in from_fla, of their ForgettingTransformerForCausalLM. use_rope, window_size and another MLP than
+            SwiGLU raise. Constant gates become a frozen decay in every layer.
+
+    Raises:
+        ValueError: for missing parameters, and for parameters and options without an equivalent, by name.
     """
-    own = _of_layer(state, prefix)
-    if "ogate_proj.weight" in own and ogate_act != "sigmoid":
+    if config is not None:
+        values = _values(config, "forgetting_transformer-project_fox", "from_fla")
+        ogate_act = values.get("ogate_act", "sigmoid")
+        return _convert_model(state, values, lambda own, prefix: from_fox(own, prefix=prefix, ogate_act=ogate_act))
+    own = _of_layer(state, prefix, _OF_FOX)
+    if "g_proj.weight" in own and ogate_act != "sigmoid":
         raise ValueError(f"ogate_act: expected 'sigmoid', as DecayFlashAttention has it, got {ogate_act!r}")
-    if "fgate_bias" in own:
-        logits = own["fgate_bias"]
-        own["fgate_bias"] = F.logsigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
-    gate = {"fgate_proj.weight": "decay.weight", "fgate_proj.bias": "decay.bias", "fgate_bias": "decay.log_decay"}
-    return _convert(own, prefix, "ogate_proj", gate)
+    for one, other in ("kv", "vk"):
+        if f"{one}_shift.weight" in own and f"{other}_shift.weight" not in own:
+            raise ValueError(
+                f"{prefix}{one}_proj.shift_proj.weight: expected a shift of both keys and values, as "
+                f"kv_shift is, got none of {other}_proj"
+            )
+    if "decay.log_decay" in own:
+        logits = own["decay.log_decay"]
+        own["decay.log_decay"] = F.logsigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+    return _convert(own, prefix)
 
 
-def _of_layer(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+def _of_layer(state: State, prefix: str, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """The parameters with the prefix, without it, and with our names where `names` has one."""
     layers = [name.removesuffix("q_proj.weight") for name in state if name.endswith("q_proj.weight")]
     if layers and prefix not in layers:
         raise ValueError(f"prefix: expected that of one layer, for example {layers[0]!r}, got {prefix!r}")
-    for name, reason in _NO_EQUIVALENT.items():
-        if name in own:
-            raise ValueError(f"{prefix}{name}: {reason}")
-    return own
+    own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    return {names.get(name, name): value for name, value in own.items()}
 
 
-def _convert(
-    own: dict[str, Tensor], prefix: str, output_gate: str, decay: Mapping[str, str], required: Iterable[str] = ()
-) -> dict[str, Tensor]:
-    """Our state dict; decay maps the names of their forget gate's parameters to ours."""
-    projections = ["q_proj", "k_proj", "v_proj"]
-    if f"{output_gate}.weight" in own:
-        projections.append(output_gate)
-    weights = [f"{name}.weight" for name in projections]
-    biases = [f"{name}.bias" for name in projections]
-    for name in (*weights, "o_proj.weight", *required):
-        if name not in own:
-            raise ValueError(f"{prefix}{name}: expected in the state dict, got none")
-    for name in sorted(own.keys() - {*weights, *biases, "o_proj.weight", "o_proj.bias", *decay, *_NORMS}):
+def _convert(own: dict[str, Tensor], prefix: str, gate: Iterable[tuple[str, str]] = ()) -> dict[str, Tensor]:
+    """Our state dict from parameters with the names of _PARTS, o_proj and _KEPT. gate: names, theirs and ours."""
+    parts = [name for name in _PARTS if f"{name}.weight" in own]
+    for theirs, ours in (*((f"{name}.weight",) * 2 for name in (*_PARTS[:3], "o_proj")), *gate):
+        if ours not in own:
+            raise ValueError(f"{prefix}{theirs}: expected in the state dict, got none")
+    biases = [f"{name}.bias" for name in (*parts, "o_proj")]
+    known = {*(f"{name}.weight" for name in (*parts, "o_proj")), *biases, *_KEPT}
+    for name in sorted(own.keys() - known):
         raise ValueError(f"{prefix}{name}: expected no such parameter, because DecayFlashAttention has no equivalent")
-
-    # one matrix: the rows of q, k, v and the output gate, in this order
-    converted = {"in_proj.weight": torch.cat([own[name] for name in weights]), "out_proj.weight": own["o_proj.weight"]}
-    if own.keys() & {*biases, "o_proj.bias"}:
-        for name in (*projections, "o_proj"):
-            own.setdefault(f"{name}.bias", torch.zeros_like(own[f"{name}.weight"][:, 0]))
-        converted["in_proj.bias"] = torch.cat([own[name] for name in biases])
-        converted["out_proj.bias"] = own["o_proj.bias"]
-    head_dim = _head_dim(own, decay)
-    for name in sorted(own.keys() & _NORMS):
-        gains, rows = own[name].shape[0], own[name.replace("norm", "proj")].shape[0]
-        if gains == rows and head_dim is None:
-            raise ValueError(
-                f"{prefix}{name}: cannot tell one head from one gain per head; without a forget gate the state dict "
-                "does not give the number of heads"
-            )
-        if gains == rows != head_dim:
-            raise ValueError(f"{prefix}{name}: expected one gain for all heads, got one for every head")
-        converted[name] = own[name]
-    return converted | {ours: own[theirs] for theirs, ours in decay.items() if theirs in own}
+    converted = {name: own[name] for name in _KEPT if name in own}
+    converted["in_proj.weight"] = torch.cat([own[f"{name}.weight"] for name in parts])
+    converted["out_proj.weight"] = own["o_proj.weight"]
+    if own.keys() & biases:
+        *of_parts, converted["out_proj.bias"] = (
+            own.get(name, torch.zeros_like(own[name.replace("bias", "weight")][:, 0])) for name in biases
+        )
+        converted["in_proj.bias"] = torch.cat(of_parts)
+    return converted
 
 
-def _head_dim(own: Mapping[str, Tensor], decay: Mapping[str, str]) -> int | None:
-    """Columns of a head, from the rows of a forget gate (one per head) or a short gain; None without either."""
-    rows = own["q_proj.weight"].shape[0]
-    for name in decay:
-        if name in own:
-            return rows // own[name].shape[0]
-    gains = own["q_norm.weight"].shape[0] if "q_norm.weight" in own else rows
-    return gains if gains < rows else None
+def _values(config: Any, model_type: str, other: str) -> Mapping[str, Any]:
+    """The options of a model, without those that have no equivalent."""
+    values = config if isinstance(config, Mapping) else config.to_dict()
+    if values.get("model_type", model_type) != model_type:
+        raise ValueError(
+            f"config: expected the model_type {model_type!r}, got {values['model_type']!r}; {other} is for the other "
+            "library"
+        )
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads"):
+        if name not in values:
+            raise ValueError(f"config.{name}: expected a number, got none")
+    for name, (only, reason) in _ONLY.items():
+        if values.get(name, only) != only:
+            raise ValueError(f"config.{name}: expected {only!r}, got {values[name]!r}; {reason}")
+    return values
+
+
+def _convert_model(
+    state: State, values: Mapping[str, Any], convert: Callable[..., dict[str, Tensor]]
+) -> "tuple[DecayConfig, dict[str, Tensor]]":
+    """DecayConfig and state dict from a model of either library; convert(state, prefix=…) is that of a layer."""
+    from decayattn.integrations.transformers import DecayConfig
+
+    rest, found = dict(state), {}
+
+    def take(theirs: str, ours: str) -> None:
+        if theirs not in rest:
+            raise ValueError(f"{theirs}: expected in the state dict, got none")
+        found[ours] = rest.pop(theirs)
+
+    take("model.embeddings.weight", "model.embed_tokens.weight")
+    take("model.norm.weight", "model.norm.weight")
+    if values.get("tie_word_embeddings"):  # their state dict may have one name or both
+        rest["lm_head.weight"] = found["model.embed_tokens.weight"]
+    take("lm_head.weight", "lm_head.weight")
+    for n in range(values["num_hidden_layers"]):
+        block = f"model.layers.{n}."
+        take(f"{block}attn_norm.weight", f"{block}input_layernorm.weight")
+        take(f"{block}mlp_norm.weight", f"{block}post_attention_layernorm.weight")
+        gate, up = f"{block}mlp.gate_proj.weight", f"{block}mlp.up_proj.weight"
+        if up not in rest and gate in rest:  # one matrix
+            rest[gate], rest[up] = (half.clone() for half in rest[gate].chunk(2))
+        for name in (gate, up, f"{block}mlp.down_proj.weight"):
+            take(name, name)
+        own = {name: rest.pop(name) for name in tuple(rest) if name.startswith(f"{block}attn.")}
+        found |= {f"{block}self_attn.{name}": x for name, x in convert(own, prefix=f"{block}attn.").items()}
+    for name in sorted(rest):
+        raise ValueError(f"{name}: expected no such parameter, because DecayForCausalLM has no equivalent")
+    return DecayConfig(**_options(values, found)), found
+
+
+def _options(values: Mapping[str, Any], weights: State) -> dict[str, Any]:
+    """Options of DecayConfig, from those of the other model and from its converted weights."""
+    width, size = values["hidden_size"], values.get("intermediate_size")
+    if size is None:  # their rule: about 2/3 · hidden_ratio · hidden_size, up to a multiple of 256
+        ratio = values.get("hidden_ratio")
+        size = 256 * -(-int(width * (4 if ratio is None else ratio) * 2 / 3) // 256)
+    first = "model.layers.0.self_attn."
+    gain, constants = weights.get(f"{first}q_norm.weight"), weights.get(f"{first}decay.log_decay")
+    alike = (
+        "vocab_size", "hidden_size", "num_hidden_layers", "initializer_range", "use_cache", "tie_word_embeddings",
+        "pad_token_id", "bos_token_id", "eos_token_id", "max_position_embeddings",
+    )
+    return {name: values[name] for name in alike if values.get(name) is not None} | {
+        "intermediate_size": size,
+        "num_attention_heads": values["num_heads"],
+        "num_key_value_heads": values.get("num_kv_heads"),
+        "decay": "scalar" if f"{first}decay.weight" in weights else "none" if constants is None else "constant",
+        "log_decay": None if constants is None else constants.tolist(),
+        "qk_norm": gain is not None and ("per_head" if len(gain) == width else True),
+        "qk_norm_eps": 1e-5,
+        "output_gate": values.get("use_output_gate", False),
+        "output_norm": values.get("use_output_norm", False),
+        "kv_shift": values.get("use_k_shift", False),
+        "rms_norm_eps": values.get("norm_eps", 1e-6),
+    }

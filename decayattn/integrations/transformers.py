@@ -64,7 +64,8 @@ DecayPreset = attention.DecayPreset | Literal["constant-learned"]
 DECAYS = (*attention.DECAYS, "constant-learned")
 # options of the layer that are not fields of DecayConfig; device and dtype have another meaning in transformers
 _LAYER_OPTIONS = set(inspect.signature(DecayFlashAttention).parameters) - {
-    "head_dim", "decay", "qk_norm", "output_gate", "window_size", "sink", "backend", "device", "dtype",
+    "head_dim", "decay", "qk_norm", "output_gate", "output_norm", "kv_shift", "window_size", "sink", "backend",
+    "device", "dtype",
 }
 
 # words in names of other models' options, and the equivalent here
@@ -111,8 +112,10 @@ class DecayConfig(PreTrainedConfig):
             head as in ConstantDecay, the same in every layer. Natural logarithms, below 0 for a decay.
         initial_half_lives: initial half-lives of a forget gate, in tokens, (shortest, longest) or one number per
             attention head, as in ScalarDecay; only with decay="scalar". Default: that of ScalarDecay.
-        qk_norm, output_gate, window_size, sink, backend: as in DecayFlashAttention, in every layer.
-        rms_norm_eps: of the model's norms.
+        qk_norm, output_gate, output_norm, kv_shift, window_size, sink, backend: as in DecayFlashAttention, in every
+            layer.
+        rms_norm_eps: of the model's norms and of output_norm.
+        qk_norm_eps: of the norms of queries and keys.
         max_position_embeddings: the intended length of sequences, which other tools read. It has no effect here: the
             model has no position embedding, its decay gives the order, and caches grow as needed.
         kwargs: transformers' own options, among them num_labels, classifier_dropout (0.1) and token_classification_bias
@@ -138,11 +141,14 @@ class DecayConfig(PreTrainedConfig):
         decay: DecayPreset = "scalar",
         log_decay: Sequence[float] | Tensor | None = None,
         initial_half_lives: Sequence[float] | Tensor | None = None,
-        qk_norm: bool = False,
+        qk_norm: bool | Literal["per_head"] = False,
         output_gate: bool = False,
+        output_norm: bool = False,
+        kv_shift: bool = False,
         window_size: tuple[int, int] | None = None,
         sink: bool = False,
         rms_norm_eps: float = 1e-6,
+        qk_norm_eps: float = 1e-6,
         initializer_range: float = 0.02,
         max_position_embeddings: int = 2048,
         use_cache: bool = True,
@@ -175,13 +181,15 @@ class DecayConfig(PreTrainedConfig):
                 raise ValueError(f"initial_half_lives: expected only with decay='scalar', got decay={decay!r}")
             initial_half_lives = validation.check_half_lives("initial_half_lives", initial_half_lives, heads)
         self.initial_half_lives = initial_half_lives
-        self.qk_norm = validation.check_bool("qk_norm", qk_norm)
+        self.qk_norm = attention.check_qk_norm(qk_norm)
         self.output_gate = validation.check_bool("output_gate", output_gate)
+        self.output_norm = validation.check_bool("output_norm", output_norm)
+        self.kv_shift = validation.check_bool("kv_shift", kv_shift)
         validation.check_window(window_size)
         # JSON gives a list
         self.window_size = None if window_size is None else (window_size[0], window_size[1])
         self.sink = validation.check_bool("sink", sink)
-        self.rms_norm_eps, self.initializer_range = rms_norm_eps, initializer_range
+        self.rms_norm_eps, self.qk_norm_eps, self.initializer_range = rms_norm_eps, qk_norm_eps, initializer_range
         self.max_position_embeddings, self.use_cache = max_position_embeddings, use_cache
         self.tie_word_embeddings = tie_word_embeddings
         self.pad_token_id, self.bos_token_id, self.eos_token_id = pad_token_id, bos_token_id, eos_token_id
@@ -357,8 +365,15 @@ class DecayBlock(GradientCheckpointingLayer):
         self.self_attn = DecayFlashAttention(
             config.hidden_size, config.num_attention_heads, num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim, decay=decay, qk_norm=config.qk_norm,
-            output_gate=config.output_gate, window_size=config.window_size, sink=config.sink, backend=config.backend,
+            output_gate=config.output_gate, output_norm=config.output_norm, kv_shift=config.kv_shift,
+            window_size=config.window_size, sink=config.sink, backend=config.backend,
         )
+        attn = self.self_attn
+        for norm, eps in ((attn.q_norm, config.qk_norm_eps), (attn.k_norm, config.qk_norm_eps)):
+            if norm is not None:
+                norm.eps = eps
+        if attn.output_norm is not None:
+            attn.output_norm.eps = config.rms_norm_eps
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DecayMLP(config)
 

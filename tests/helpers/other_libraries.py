@@ -148,15 +148,16 @@ class ForgettingAttention(nn.Module):
 
 
 class GroupNorm(nn.Module):
-    """An RMSNorm of every head, with a gain per head and channel: both libraries' norm of q and k."""
+    """An RMSNorm of every head of (…, heads · head_dim), with a gain for each, or for all of them (heads = 1)."""
 
-    def __init__(self, heads: int, head_dim: int):
+    def __init__(self, heads: int, head_dim: int, eps: float = 1e-5):
         super().__init__()
-        self.head_dim = head_dim
+        self.head_dim, self.eps = head_dim, eps
         self.weight = nn.Parameter(torch.ones(heads * head_dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.unflatten(-1, (-1, self.head_dim)), (self.head_dim,), eps=1e-5).flatten(-2) * self.weight
+        normed = F.rms_norm(x.unflatten(-1, (-1, self.head_dim)), (self.head_dim,), eps=self.eps)
+        return (normed * self.weight.view(-1, self.head_dim)).flatten(-2)
 
 
 # forgetting_transformer
@@ -193,7 +194,7 @@ class ForgettingAttentionLayer(nn.Module):
     def __init__(
         self, hidden_size=2048, num_heads=32, use_output_gate=False, ogate_act="sigmoid", fgate_type="full",
         fgate_bias_init=False, decay_time_min=None, decay_time_max=None, use_output_norm=False, qk_norm=False,
-        qk_norm_share_param_across_head=False, use_k_shift=False, use_v_shift=False,
+        qk_norm_share_param_across_head=False, use_k_shift=False, use_v_shift=False, norm_eps=1e-6,
     ):
         super().__init__()
         self.num_heads, self.head_dim, self.ogate_act = num_heads, hidden_size // num_heads, ogate_act
@@ -214,7 +215,7 @@ class ForgettingAttentionLayer(nn.Module):
                 bias = -torch.expm1(1 / times).log()
             self.fgate_bias = nn.Parameter(bias, requires_grad=fgate_type == "bias_only")
         self.ogate_proj = linear(False) if use_output_gate else None
-        self.output_norm = GroupNorm(num_heads, self.head_dim) if use_output_norm else None
+        self.output_norm = GroupNorm(num_heads, self.head_dim, norm_eps) if use_output_norm else None
         self.q_norm = self.k_norm = None
         if qk_norm:
             of_all = qk_norm_share_param_across_head
@@ -223,10 +224,9 @@ class ForgettingAttentionLayer(nn.Module):
         self.fgate_type = fgate_type
 
     def forward(self, hidden_states):
-        q, k, v = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in (q, k, v))
-        if self.q_norm is not None:  # the gain of all heads
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (self.project(x, hidden_states) for x in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None:
+            q, k = (norm(x.flatten(-2)).view_as(x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         if self.fgate_type == "full":
             log_fgate = F.logsigmoid(self.fgate_proj(hidden_states))
         elif self.fgate_type == "none":
@@ -234,10 +234,22 @@ class ForgettingAttentionLayer(nn.Module):
         else:
             log_fgate = F.logsigmoid(self.fgate_bias).expand(q.shape[:3])
         out = forgetting_attention(q, k, v, log_fgate).flatten(-2)
+        if self.output_norm is not None:
+            out = self.output_norm(out)
         if self.ogate_proj is not None:
             gate = self.ogate_proj(hidden_states)
             out = out * (gate.sigmoid() if self.ogate_act == "sigmoid" else F.silu(gate))
         return self.o_proj(out), None, None
+
+    def project(self, projection, hidden_states):
+        """(B, T, heads, ·), mixed with the token before if the projection has a shift_proj."""
+        if isinstance(projection, nn.Linear):
+            return projection(hidden_states).unflatten(-1, (self.num_heads, -1))
+        x = projection["linear"](hidden_states).unflatten(-1, (self.num_heads, -1))
+        alpha = projection["shift_proj"](hidden_states).sigmoid()[..., None]
+        previous = x.roll(1, 1)
+        previous[:, 0] = 0
+        return alpha * previous + (1 - alpha) * x
 
 
 # x_transformers
