@@ -54,6 +54,7 @@ DECAYS = {
     "none": lambda: "none",
 }
 EVERYTHING = dict(num_kv_heads=2, qk_norm=True, output_gate=True, bias=True, sink=True, scale="learned")
+PRO = EVERYTHING | dict(qk_norm="per_head", output_norm=True, kv_shift=True)
 
 
 class Block(nn.Module):
@@ -152,7 +153,8 @@ _PARALLEL = []
 
 
 def twins(decay: str, device: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Sequential, nn.Sequential]:
-    return model_of(decay, device, dtype, **EVERYTHING), model_of(decay, device, dtype, **EVERYTHING)
+    options = PRO if decay == "learned" else EVERYTHING
+    return model_of(decay, device, dtype, **options), model_of(decay, device, dtype, **options)
 
 
 @on_ranks
@@ -363,7 +365,7 @@ def names_of(model: nn.Module, group: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_tensor_parallelism_gives_gradients_of_one_process(device, decay, checkpointed):
-    expected, model = (model_of(decay, device, **EVERYTHING if decay != "none" else {}) for _ in range(2))
+    expected, model = (model_of(decay, device, **{"none": {}, "scalar": PRO}.get(decay, EVERYTHING)) for _ in range(2))
     divide(model, device)
     for block in model:
         block.checkpointed = checkpointed
@@ -385,12 +387,12 @@ def test_tensor_parallelism_gives_gradients_of_one_process(device, decay, checkp
 
 
 @on_ranks
-def test_plan_shards_heads_and_replicates_gains(device):
-    layer = model_of("scalar", device, **EVERYTHING)[0].attention
+def test_plan_shards_heads_and_their_gains(device):
+    layer = model_of("scalar", device, **PRO)[0].attention
     divide(layer, device)
     assert (layer.num_heads, layer.num_kv_heads) == (2, 1)
-    # of q, k, v and the gate: 32, 16, 16 and 32 rows in all
-    sizes = {f"in_proj.weight_{n}": (rows, WIDTH) for n, rows in enumerate((16, 8, 8, 16))}
+    # of q, k, v, the gate and the shifts: 32, 16, 16, 32, 2 and 2 rows in all
+    sizes = {f"in_proj.weight_{n}": (rows, WIDTH) for n, rows in enumerate((16, 8, 8, 16, 1, 1))}
     sizes |= {name.replace("weight", "bias"): size[:1] for name, size in sizes.items()}
     assert {name: tuple(p.to_local().shape) for name, p in layer.named_parameters()} == sizes | {
         "sink": (2,), "log_scale": (2,), "decay.weight": (2, WIDTH), "decay.bias": (2,),
@@ -452,7 +454,7 @@ def test_divided_parameters_refuse_changes_as_a_whole(device):
 
 
 @on_ranks
-@pytest.mark.parametrize("options", [{}, {"scale": None}, {"scale": 0.5}])
+@pytest.mark.parametrize("options", [{}, {"scale": None}, {"scale": 0.5, "qk_norm": "per_head"}])
 def test_divided_layer_bounds_its_own_heads(device, options):
     single = model_of("scalar", device, **EVERYTHING | options)[0].attention
     with torch.no_grad():
@@ -477,7 +479,7 @@ def test_divided_layer_bounds_its_own_heads(device, options):
 @on_ranks
 def test_tensor_parallelism_takes_options_of_the_layer(device):
     """With their gradients, caches, and norms that are sharded along the sequence."""
-    layer = model_of("scalar", device, **EVERYTHING)[0].attention
+    layer = model_of("scalar", device, **PRO)[0].attention
     divided = copy.deepcopy(layer)
     divide(divided, device)
     x, _ = batch(device)
