@@ -6,14 +6,14 @@ the DecayFlashAttention that computes the same::
     layer = DecayFlashAttention(width, num_heads)
     layer.load_state_dict(from_fla(model.state_dict(), prefix="model.layers.0.attn."))
 
-Build the layer with the options of the other one; load_state_dict names mismatches. With `config`, the state dict is
-that of a whole language model, and the result is the configuration and the state dict of a DecayForCausalLM::
+Build the layer with the options of the other one; load_state_dict names mismatches. With the `config` of a whole
+language model, the result is the configuration and the state dict of a DecayForCausalLM::
 
     config, weights = from_fox(load_file("model.safetensors"), config=json.load(open("config.json")))
     model = DecayForCausalLM(config)
     model.load_state_dict(weights)
 
-Parameters and options without an equivalent raise by name. Only torch is needed, and transformers for a whole model.
+Parameters and options without an equivalent raise by name. A whole model needs transformers, a layer only torch.
 """
 
 from collections.abc import Callable, Iterable, Mapping
