@@ -12,7 +12,7 @@ from torch import Tensor
 from decayattn import compatibility, dtensor, validation
 from decayattn.backends import registry
 from decayattn.distributed import halo, ulysses
-from decayattn.distributed.collectives import Slices
+from decayattn.distributed.collectives import Slices, TokenBefore
 from decayattn.distributed.halo_plan import ViewLimits, make_plan, tolerance_share
 from decayattn.distributed.option_check import OptionCheck
 from decayattn.normalize import autocast, inputs_of, problem_of, window_of
@@ -167,11 +167,28 @@ class ContextParallel(NamedTuple):
         rank = dist.get_rank(self.group)
         return rank * length if self.lengths is None else sum(_checked_lengths(self.lengths)[:rank])
 
-    def reporting(self, x: Tensor) -> AbstractContextManager[object]:
+    def reporting(self, x: Tensor) -> AbstractContextManager[OptionCheck | None]:
         """Context manager before `attend`: if this rank raises, the ranks waiting in `attend` raise too."""
         if not (dist.is_available() and dist.is_initialized()):
             return nullcontext()
         return OptionCheck(_checked_group(self.group), x)
+
+    @compatibility.left_to_eager_code("ContextParallel.token_before: torch.compile cannot trace its exchange")
+    def token_before(self, k: Tensor, v: Tensor, check: OptionCheck) -> tuple[Tensor, Tensor]:
+        """k and v of the token before this rank's slice, (B, 1, H_kv, ·); `check` comes from `reporting`."""
+        slices = _checked_slices(k, v, self.lengths, check.group)
+        kinds = tuple((len(x), *x.shape[2:], x.dtype, x.device.type) for x in (k, v))
+        check.options = (
+            Option("kv_shift", kinds), Option("lengths", slices.lengths),
+            Option("requires_grad", torch.is_grad_enabled() and k.requires_grad),
+        )
+        check.compare()
+        # a sum over no token is 0 with a graph: every rank takes part in the backward's exchange
+        last = [x[:, -1:] if slices.length else x.sum(1, keepdim=True) for x in (k, v)]
+        before = TokenBefore.apply(torch.cat([x.flatten(2) for x in last], 2), slices)
+        check.restart()
+        of_k, of_v = before.split([x[0, 0].numel() for x in last], 2)
+        return of_k.view_as(last[0]), of_v.view_as(last[1])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, **options: Any) -> Tensor:
         """context_parallel_attention with these settings."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from decayattn import compatibility
 
@@ -77,6 +78,30 @@ def all_gather(own: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
     everyone = own.new_empty(ranks, *own.shape)
     compatibility.all_gather(everyone, own[None], group)
     return everyone
+
+
+class TokenBefore(torch.autograd.Function):
+    """Last token of every rank (B, 1, ·) → the one before this rank's slice; 0 for the first token of all."""
+
+    @staticmethod
+    def forward(ctx: Any, last: Tensor, slices: Slices) -> Tensor:
+        ctx.slices = slices
+        source = _token_source(slices, slices.rank)
+        everyone = all_gather(last, slices.ranks, slices.group)
+        return torch.zeros_like(last) if source is None else everyone[source]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        slices = ctx.slices
+        everyone = all_gather(grad.contiguous(), slices.ranks, slices.group)
+        readers = [rank for rank in range(slices.ranks) if _token_source(slices, rank) == slices.rank]
+        return everyone[readers].sum(0), None
+
+
+def _token_source(slices: Slices, rank: int) -> int | None:
+    """Rank with the token before that rank's slice, or None."""
+    return next((other for other in reversed(range(rank)) if slices.lengths[other]), None)
 
 
 def all_to_all(

@@ -49,6 +49,10 @@ class OptionCheck:
             raised = torch.full((self.width,), _RAISED, dtype=torch.int64, device=self.device)
             all_gather(raised, dist.get_world_size(self.group), self.group)
 
+    def restart(self) -> None:
+        """Report errors again, in the gather of the ranks' next comparison, which has an OptionCheck of its own."""
+        self.width, self._compared = _MAX_OPTIONS, False
+
     def compare(self) -> None:
         """Raise ValueError with the name of an option that differs, or RuntimeError if a rank has raised.
 

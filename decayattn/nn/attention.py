@@ -23,6 +23,7 @@ from decayattn.validation import REQUIRED, check_bool, check_head_dim, check_pos
 
 if TYPE_CHECKING:
     from decayattn.distributed import ContextParallel
+    from decayattn.distributed.option_check import OptionCheck
 
 DecayPreset = Literal["scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "constant", "none"]
 # decay modules with a name, built from embed_dim, num_heads and options of the module
@@ -107,9 +108,9 @@ class DecayFlashAttention(Spared):
         output_norm: RMSNorm over value_dim of every head's output, with a gain for each head, before the output gate.
         kv_shift: mix the keys and values of a token with those of the token before, per key head, with two more rows of
             in_proj for each: x_t becomes a_t·x_{t−1} + (1 − a_t)·x_t with a = sigmoid(row · input), before norms and
-            positions. It restarts with every sequence and at a reset (of any query head of the key head): x_{−1} = 0. A
-            context raises. With qk_norm="per_head", output_gate and output_norm, this is the Pro block of the
-            Forgetting Transformer (arXiv 2503.02130, FoX (Pro)).
+            positions. It restarts with every sequence and at a reset (of any query head of the key head): x_{−1} = 0.
+            With qk_norm="per_head", output_gate and output_norm, this is the Pro block of the Forgetting Transformer
+            (arXiv 2503.02130, FoX (Pro)).
         position: a module called as position(q, k), q (B, T, H, D) and k (B, T, H_kv, D), that returns both in the same
             shapes and dtype: rotary embeddings, for example. With a cache or a context it is called as
             position(q, k, start=start), start (B,) int32 being the positions of the first new tokens; a module that
@@ -295,8 +296,8 @@ class DecayFlashAttention(Spared):
         given = _CallArguments(
             padding_mask, cu_seqlens, max_seqlen, resets, cache, new_lengths, log_decay, memory, memory_padding_mask
         )
-        with contextlib.nullcontext() if self.context is None else self.context.reporting(x):
-            q, k, v, gate, unshifted, given, options = self._prepare(x, given, others, unknown)
+        with contextlib.nullcontext() if self.context is None else self.context.reporting(x) as check:
+            q, k, v, gate, unshifted, given, options = self._prepare(x, given, others, unknown, check)
         log_decay = given.log_decay
         if cache is not None:
             q, k, v = autocast(q, k, v)  # a position module may return float32
@@ -325,7 +326,7 @@ class DecayFlashAttention(Spared):
         return self.out_proj(out)
 
     def _prepare(
-        self, x: Tensor, given: _CallArguments, others: tuple, unknown: dict
+        self, x: Tensor, given: _CallArguments, others: tuple, unknown: dict, check: "OptionCheck | None"
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None, _CallArguments, dict[str, Any]]:
         """The forward before its attention.
 
@@ -380,8 +381,10 @@ class DecayFlashAttention(Spared):
             log_decay = log_decay.masked_fill(resets.bool()[..., None], -math.inf)
         unshifted = None
         if mixing:
-            unshifted, starts = (k, v), self._starts(k, log_decay, bounds.get("leftpad_k"), given.cu_seqlens)
-            before = () if cache is None else cache.last_unshifted()
+            unshifted, starts = (k, v), self._starts(k, log_decay, bounds.get("leftpad_k"), given.cu_seqlens, begin)
+            before: tuple[Tensor, ...] = () if cache is None else cache.last_unshifted()
+            if self.context is not None and check is not None:
+                before = self.context.token_before(k, v, check)
             k, v = (_shift(*of_one, starts) for of_one in zip(unshifted, mixing, before or (None, None), strict=True))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -402,13 +405,13 @@ class DecayFlashAttention(Spared):
         return q, k, v, gate, unshifted, given._replace(log_decay=log_decay), options
 
     def _starts(
-        self, k: Tensor, log_decay: Tensor | float | None, first: Tensor | None, cu_seqlens: Tensor | None
+        self, k: Tensor, log_decay: Tensor | float | None, first: Tensor | None, cu_seqlens: Tensor | None, begin: int
     ) -> Tensor | None:
         """True at keys that a shift must not mix with the key before, (B or 1, T or 1, H_kv or 1); None without any."""
         found = []
         if isinstance(log_decay, Tensor) and log_decay.shape[-1:] == (self.num_heads,):
             found.append(is_reset(log_decay).unflatten(-1, (self.num_kv_heads, -1)).any(-1))
-        token = torch.arange(-1, k.shape[1], dtype=torch.int32, device=k.device)
+        token = torch.arange(begin - 1, begin + k.shape[1], dtype=torch.int32, device=k.device)
         if first is not None:
             found.append((token[1:] == first[:, None])[..., None])
         if cu_seqlens is not None:
@@ -521,8 +524,6 @@ class DecayFlashAttention(Spared):
             self._check_log_decay(x if given.memory is None else given.memory, given.log_decay)
         begin, end = 0, x.shape[1]
         if self.context is not None:
-            if self.kv_shift:
-                raise ValueError("context: expected None with kv_shift, which needs the token before a rank's slice")
             self._check_position("context")
             begin, lengths = self.context.first_token(end), self.context.lengths
             end = end * torch.distributed.get_world_size(self.context.group) if lengths is None else sum(lengths)

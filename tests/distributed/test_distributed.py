@@ -302,6 +302,10 @@ A_RESET = torch.zeros(1, 4, dtype=torch.bool)
         (dict(scale="learned"), dict(log_scale=torch.zeros(3)), "ValueError: scale: expected"),
         (dict(position=Misplacing()), {}, "ValueError: position: expected k back"),
         *((dict(qk_norm=True), dict(raises=name), "OutOfMemoryError") for name in ("in_proj", "decay", "q_norm")),
+        # before, in and after the exchange of the tokens before the slices
+        (dict(kv_shift=True), dict(raises="in_proj"), "OutOfMemoryError"),
+        (dict(kv_shift=True), dict(x=torch.zeros(2, 4, 16)), "ValueError: kv_shift: expected the same on every rank"),
+        (dict(kv_shift=True, position=Misplacing()), {}, "ValueError: position: expected k back"),
     ],
 )
 def test_layer_error_on_one_rank_ends_the_others(pool, options, of_last_rank, refused):
@@ -460,6 +464,9 @@ def test_script_on_gloo_ends_without_a_barrier(tmp_path):
         ("heads", dict(packed=True, sink=True)),
         ("halo", dict(given="BTH", lengths="uneven")),
         ("heads", dict(given="H", decay="none", packed=True)),
+        ("halo", dict(kv_shift=True, output_norm=True, lengths="uneven")),
+        ("halo", dict(kv_shift=True, packed=True, lengths="uneven")),
+        ("heads", dict(kv_shift=True, bias=True, decay="none", length=1, lengths="chunks")),
     ],
 )
 def test_a_layer_with_a_context_matches_one_without(pool, mode, case):

@@ -11,7 +11,6 @@ from torch import nn
 
 import decayattn.nn.cache
 from decayattn import DecayFlashAttention, decay_attention
-from decayattn.distributed import ContextParallel
 from decayattn.nn import CapturedStep, ConstantDecay, ScalarDecay, parameter_groups
 
 PRO = {"kv_shift": True, "output_norm": True, "output_gate": True, "qk_norm": "per_head"}
@@ -334,6 +333,3 @@ def test_layer_refuses_bad_options_and_caches_by_name():
     with pytest.raises(ValueError, match=r"unshifted: expected the shape and device of v, \(2, 3, 1, 3\)"):
         cache.attend(q, k, k, torch.zeros(2, 3, HEADS).to(x), unshifted=(k, k[:, :2]))
     assert cache.longest == 24
-    layer.context = ContextParallel(None)
-    with pytest.raises(ValueError, match="context: expected None with kv_shift"):
-        layer(x)
