@@ -119,8 +119,7 @@ def backward(
     d_lse: Tensor | None, requested: GradientRequest, dq: Tensor | None = None,
 ) -> Gradients:
     """Gradients of a `forward`. dq: output buffer for that of q; its last dimension is contiguous."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    launcher = registry.loaded(registry.resolve(problem, backend, inputs, deterministic))
+    launcher = registry.loaded(registry.resolve(problem, backend, inputs))
     gradients = launcher.backward(problem, inputs, out, saved, d_out, d_lse, requested, dq)
     if not requested.sink_gradient:
         return gradients

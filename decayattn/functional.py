@@ -133,9 +133,8 @@ def decay_attention(
             "reference": eager PyTorch, differentiable to any order.
             "triton": Triton kernels. Gradients repeat bit by bit; that of a broadcast bias does only under
             torch.use_deterministic_algorithms.
-            "hopper": Gluon kernels for sm_90. Gradients are summed in no fixed order. A gradient of out is copied if it
-            is expanded or not aligned to 16 bytes. Under torch.use_deterministic_algorithms "hopper" raises, or warns
-            with warn_only=True, and "auto" takes the backward of "triton".
+            "hopper": Gluon kernels for sm_90. Gradients repeat bit by bit under torch.use_deterministic_algorithms
+            only. A gradient of out is copied if it is expanded or not aligned to 16 bytes.
 
     Returns:
         out (B, T_q, H, D_v) in the dtype of q, or (out, lse) with lse (B, H, T_q) in float32 (float64 for float64

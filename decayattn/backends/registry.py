@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import warnings
 from typing import Protocol, cast, get_args
 
 import torch
@@ -26,9 +25,6 @@ KERNELS = {"triton": "decayattn.backends.portable.backend", "hopper": "decayattn
 # candidates of "auto", the fastest first among those that are profitable
 AUTOMATIC: tuple[BackendName, ...] = ("hopper", "triton")
 NAMES = get_args(BackendName)
-_NOT_DETERMINISTIC = (
-    "it has no deterministic backward, which torch.use_deterministic_algorithms asks for; 'triton' has one"
-)
 
 
 class Append(Protocol):
@@ -68,12 +64,9 @@ class Decoder(Protocol):
 class Backend(Protocol):
     """Interface of a kernel backend, which only launches.
 
-    Autograd, the gradient of a sink and argument checks belong to the library.
+    Autograd, the gradient of a sink and argument checks belong to the library. Under torch.use_deterministic_algorithms
+    gradients repeat bit by bit.
     """
-
-    @property
-    def DETERMINISTIC(self) -> bool:
-        """True if the backward is bitwise repeatable."""
 
     @property
     def append(self) -> Append | None:
@@ -205,22 +198,16 @@ def _decoding() -> tuple[str, ...]:
     return tuple(name for name in AUTOMATIC if _decodes(name))
 
 
-def resolve(problem: AttentionProblem, name: str, inputs: Inputs, deterministic: bool = False) -> str:
+def resolve(problem: AttentionProblem, name: str, inputs: Inputs) -> str:
     """Return the kernel backend that launches: the named one, or for "auto" the first suitable one.
 
     A suitable backend is profitable and takes these very tensors. A named backend that does not take them raises.
-
-    deterministic: require a bitwise repeatable backward. If PyTorch is only to warn about others, a named backend runs,
-    and warns.
     """
     if name == "auto":
         for kernel in AUTOMATIC:
-            if _is_profitable(problem, kernel) and not _objection(problem, kernel, inputs, deterministic):
+            if _is_profitable(problem, kernel) and not _objection(problem, kernel, inputs):
                 return kernel
-    only_warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    _refuse(name, _objection(problem, name, inputs, deterministic and not only_warn))
-    if deterministic and not loaded(name).DETERMINISTIC:
-        warnings.warn(f"backend: {name!r}: {_NOT_DETERMINISTIC}", stacklevel=2)
+    _refuse(name, _objection(problem, name, inputs))
     return name
 
 
@@ -229,8 +216,5 @@ def _is_profitable(problem: AttentionProblem, name: str) -> bool:
     return isinstance(backend, str) or backend.is_profitable(problem)
 
 
-def _objection(problem: AttentionProblem, name: str, inputs: Inputs, deterministic: bool) -> str | None:
-    reason = unavailable(problem, name) or loaded(name).unsupported(problem, inputs)
-    if reason is None and deterministic and not loaded(name).DETERMINISTIC:
-        reason = _NOT_DETERMINISTIC
-    return reason
+def _objection(problem: AttentionProblem, name: str, inputs: Inputs) -> str | None:
+    return unavailable(problem, name) or loaded(name).unsupported(problem, inputs)

@@ -13,12 +13,10 @@ from decayattn.backends.runtime.integers import cdiv
 from decayattn.problem import AttentionProblem, Inputs
 
 __all__ = [
-    "DETERMINISTIC", "append", "backward", "decay_of_keys", "decode", "forward", "is_profitable", "unavailable",
+    "append", "backward", "decay_of_keys", "decode", "forward", "is_profitable", "unavailable",
     "unsupported",
 ]
 
-# atomics add up dq and the row sums of dS in no fixed order
-DETERMINISTIC = False
 # no kernels for decoding: a few new rows do not fill the tiles of a warpgroup
 append = decode = None
 

@@ -10,12 +10,10 @@ from decayattn.backends.runtime import interpreter
 from decayattn.problem import AttentionProblem, Inputs
 
 __all__ = [
-    "DETERMINISTIC", "append", "backward", "decay_of_keys", "decode", "forward", "is_profitable", "unavailable",
+    "append", "backward", "decay_of_keys", "decode", "forward", "is_profitable", "unavailable",
     "unsupported",
 ]
 
-# only the gradient of a bias uses atomics, and not under deterministic algorithms
-DETERMINISTIC = True
 
 
 def unavailable(dtype: torch.dtype, device: torch.device) -> str | None:

@@ -5,6 +5,7 @@ for head dimensions meets every option, and not each of its values. On a GPU com
 kernels, and loops over lengths and values. The order of warps is in test_hopper_on_cpu.py.
 """
 
+import contextlib
 import itertools
 import math
 
@@ -609,34 +610,48 @@ def test_unsupported_calls_are_refused(reason):
         decay_attention(**make(batch=2, heads=4) | change, backend="hopper")
 
 
-def test_deterministic_gradients(deterministic):
-    """By name there are none; "auto" takes these kernels forward, and a backward that repeats bit by bit."""
-    leaves = {name: x.requires_grad_() for name, x in make(on(1500, 150), dim=on(128, 64)).items()}
-    grad_out = torch.randn_like(leaves["q"])
+@pytest.mark.parametrize(
+    ("decay", "dim", "causal"),
+    on(pairwise(DECAYS, DIMS, [True, False]),
+       [("scalar", 64, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+           ("scalar", 128, False), ("constant", 64, True), ("scalar", 192, True), ("scalar", 256, True)])]),
+)
+def test_deterministic_gradients_keep_the_budget(decay, dim, causal, deterministic):
+    """Sums of integers: with groups, scales per row, packed sequences, and rows and keys of any size."""
+    inputs = make(on(700, 150), heads=4, kv_heads=2, batch=1, dim=dim, decay=decay)
+    inputs["q"][:, 40:60] *= 100
+    inputs["v"][:, 9:30] *= 1e-3
+    verify(inputs, causal=causal)
+    verify(inputs, causal=causal, scale=row_scales(inputs))
+    packed = make_packed([150, 0, 30, 65], dim=dim, decay=decay, resets=0.02)
+    for name in ("k", "v"):
+        packed[name][:5] = torch.tensor([3e38, -torch.inf, torch.nan, 1e30, 0.0], device=DEVICE)[:, None, None]
+    verify(packed, causal=causal)
 
-    def gradients(backend: str) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(decay_attention(**leaves, backend=backend), list(leaves.values()), grad_out)
 
-    with pytest.raises(ValueError, match="'hopper' cannot take this problem: it has no deterministic backward"):
-        gradients("hopper")
-    first = gradients("auto")
-    for _ in range(on(49, 0)):
-        assert all(map(torch.equal, first, gradients("auto")))
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with pytest.warns(UserWarning, match="'hopper': it has no deterministic backward"):
-        found = gradients("hopper")
-    for a, b in zip(found, first, strict=True):
-        assert (a - b).norm() < 0.05 * b.norm()
+@pytest.mark.parametrize("dim", on(DIMS, [64, pytest.param(256, marks=pytest.mark.slow)]))
+def test_deterministic_gradients_repeat(dim, deterministic):
+    """The emulator's programs and warps take turns in another order for another seed."""
+    leaves = {name: x.requires_grad_() for name, x in make(on(3000, 260), kv_heads=1, dim=dim).items()}
+    grad_out = torch.randn_like(leaves["q"][..., : leaves["v"].shape[-1]])
+    first = None
+    for seed in range(on(50, 2)):
+        with contextlib.nullcontext() if DEVICE == "cuda" else emulated(seed, programs=2 + seed):
+            found = torch.autograd.grad(decay_attention(**leaves, backend="hopper"), list(leaves.values()), grad_out)
+        first = first or found
+        assert all(map(torch.equal, first, found)), seed
 
 
-@gpu
-@pytest.mark.parametrize("decay", DECAYS)
-def test_another_backend_does_the_backward(decay, deterministic):
-    """The portable backward reads the results that these kernels save."""
-    for causal in (True, False):
-        assert_within_budget(verify_attention(**make(1500, dim=128, decay=decay), causal=causal, backend="auto"))
-    packed = make_packed(*MIXED, dim=128, decay=decay, resets=0.01)
-    assert_within_budget(verify_attention_varlen(**packed, window_size=(100, 0), backend="auto"))
+def test_deterministic_gradients_of_rows_with_nan_are_nan(deterministic):
+    leaves = make(150, batch=1, heads=2)
+    leaves["q"][0, 20, 1] = leaves["q"][0, 100, 0] = math.nan
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+    out = decay_attention(**leaves, backend="hopper")
+    dq = torch.autograd.grad(out, leaves["q"], torch.ones_like(out))[0]
+    bad = torch.zeros(1, 150, 2, dtype=torch.bool, device=DEVICE)
+    bad[0, 20, 1] = bad[0, 100, 0] = True
+    assert torch.equal(dq.isnan().all(-1), bad)
+    assert torch.equal(dq.isnan().any(-1), bad)
 
 
 def test_new_tokens_over_a_cache_are_refused():

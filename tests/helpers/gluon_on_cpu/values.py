@@ -101,6 +101,7 @@ ASSEMBLY = {
     "rcp.approx.ftz.f32 $0, $1;": lambda x: np.reciprocal(x.data),
     "mul.rn.bf16x2 $0, $1, $2;": lambda x, factor: (x * factor).data,
     "vote.sync.any.pred any, changed, 0xffffffff;": lambda acc, correction: (acc * correction).data,
+    "cvt.rni.s32.f32 $0, $1;": lambda x: np.nan_to_num(np.rint(x.data)),
     "cp.async.bulk.wait_group 0;": lambda x: _wait_until_stores_are_written(x).data,
     "fence.proxy.async; mov.b32 $0, 0;": lambda x: (x * 0).data,
 }

@@ -25,7 +25,7 @@ from decayattn.backends.tiles.scores import LOG2E
 
 @gluon.jit
 def _walk(
-    schedule, shared, dq_memory, dk_desc, decay, scale, WARPGROUP: gl.constexpr, ZEROS: gl.constexpr,
+    schedule, shared, dq_memory, units, dk_desc, decay, scale, WARPGROUP: gl.constexpr, ZEROS: gl.constexpr,
     NEXT_TILE: gl.constexpr, END_HEAD: gl.constexpr, STORE: gl.constexpr,
 ):
     """Run one consumer warpgroup: its part of every work tile, through the query tiles that see the tile's keys.
@@ -38,7 +38,8 @@ def _walk(
     STORE(n, dk, dv, work, shared, dk_desc, scale, WARPGROUP): store gradients after a work tile's last head.
 
     keys: (key, α of it, first and end of the rows that see it), one per key of the warpgroup
-    dq_target: (memory of dq or its descriptor, first part of the head, row sums, first row of the head)
+    dq_target: (memory of dq or its descriptor, first part of the head, row sums, first row of the head, inverted units
+        of the rows of both or None)
     previous: the previous visit as tile · SIDES + side; −1 if there is none in this head
     """
     COMMON_KEYS: gl.constexpr = shared.COMMON_KEYS
@@ -58,7 +59,7 @@ def _walk(
             tokens = work.first_token(member)
             key_alpha, rows, ends = keys_of_head(work, member, tokens, key, inside, decay)
             first_part = work.first_tile(member) * shared.DQ_PARTS + shared.first_part(WARPGROUP)
-            dq_target = (dq_memory, first_part, decay.sums.rows, work.first_row(member))
+            dq_target = (dq_memory, first_part, decay.sums.rows, work.first_row(member), units)
             key_sum = gl.zeros([WARPGROUP_KEYS, 4], gl.float32, SHARES)
             # the previous visit, as tile · SIDES + side
             previous = -1
@@ -108,20 +109,20 @@ def _walk(
 
 
 @gluon.jit
-def consume(schedule, shared, dq_memory, dk_desc, decay, scale, WARPGROUP: gl.constexpr):
+def consume(schedule, shared, dq_memory, units, dk_desc, decay, scale, WARPGROUP: gl.constexpr):
     """Run one consumer warpgroup."""
     if shared.COMMON_KEYS:
         _walk(
-            schedule, shared, dq_memory, dk_desc, decay, scale, WARPGROUP, zeros_256, next_tile_256, end_head_256,
-            store_256,
+            schedule, shared, dq_memory, units, dk_desc, decay, scale, WARPGROUP,
+            zeros_256, next_tile_256, end_head_256, store_256,
         )
     elif shared.BLOCKS > 1:
         _walk(
-            schedule, shared, dq_memory, dk_desc, decay, scale, WARPGROUP, zeros_192, next_tile_192, end_head_192,
-            store_192,
+            schedule, shared, dq_memory, units, dk_desc, decay, scale, WARPGROUP,
+            zeros_192, next_tile_192, end_head_192, store_192,
         )
     else:
         _walk(
-            schedule, shared, dq_memory, dk_desc, decay, scale, WARPGROUP, zeros_128, next_tile_128, end_head_128,
-            store_128,
+            schedule, shared, dq_memory, units, dk_desc, decay, scale, WARPGROUP,
+            zeros_128, next_tile_128, end_head_128, store_128,
         )

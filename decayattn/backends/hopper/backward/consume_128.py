@@ -14,6 +14,7 @@ from decayattn.backends.hopper.backward.dq import (
     add_dq_part,
     add_row_sums,
     d_scores_for_dq,
+    in_units_of_rows,
     is_loaded,
     opaque_zero,
     stage_dq_part,
@@ -53,7 +54,7 @@ def next_tile_128(
 ):
     """Add the n-th query tile; consume.py has the arguments."""
     dk, dv, key_sum = sums
-    dq_desc, first_part, row_sums, first_row = dq_target
+    dq_desc, first_part, _, _, _ = dq_target
     ROWS: gl.constexpr = work.schedule.ROWS
     D: gl.constexpr = shared.keys.shape[-1]
     DECAY: gl.constexpr = work.schedule.DECAY
@@ -129,14 +130,14 @@ def next_tile_128(
     dq, row_sum = warpgroup_mma_wait(1 + KEY_SUMS, (dq, row_sum))  # dk and its sums are still running
     if shared.SLOTS == 2 and not LOADED:
         arrive(shared.barriers.d_scores_read)
-    stage_dq_part(shared, dq, WARPGROUP)
+    stage_dq_part(shared, in_units_of_rows(dq, dq_target, previous, work, WARPGROUP if D == 64 else 0), WARPGROUP)
     dk, of_keys = warpgroup_mma_wait(0, (dk, of_keys))
     fence_async_shared()  # not earlier: ptxas crashes while products are running
     arrive(shared.barriers.empty.index(stage))
     if previous >= 0:
         add_dq_part(dq_desc, first_part + previous // work.schedule.SIDES * 2, shared, WARPGROUP)
         if ROW_SUMS:
-            add_row_sums(row_sum, row_sums, first_row, previous, work, WARPGROUP, D)
+            add_row_sums(row_sum, dq_target, previous, work, WARPGROUP, D)
     if work.schedule.DECAY_GRADIENT:
         key_sum += key_sum_of_tile(of_keys, work, tile, keys[0], PARTIAL)
     return dk, dv, key_sum
@@ -167,7 +168,7 @@ def zeros_128(shared, WARPGROUP: gl.constexpr):
 @gluon.jit
 def end_head_128(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
     """Add dq and the row sums of a head's last visit."""
-    dq_desc, first_part, row_sums, first_row = dq_target
+    dq_desc, first_part, _, _, _ = dq_target
     D: gl.constexpr = shared.keys.shape[-1]
     ROW_SUMS: gl.constexpr = work.schedule.ROW_SUMS
     LOADED: gl.constexpr = is_loaded(D, ROW_SUMS, work.schedule.ROW_SCALES)
@@ -179,12 +180,12 @@ def end_head_128(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.co
     if previous >= 0:
         tma.store_wait(0)
         gluon_compat.thread_barrier()
-        stage_dq_part(shared, dq, WARPGROUP)
+        stage_dq_part(shared, in_units_of_rows(dq, dq_target, previous, work, WARPGROUP if D == 64 else 0), WARPGROUP)
         fence_async_shared()
         gluon_compat.thread_barrier()
         add_dq_part(dq_desc, first_part + previous // work.schedule.SIDES * 2, shared, WARPGROUP)
         if ROW_SUMS:
-            add_row_sums(row_sum, row_sums, first_row, previous, work, WARPGROUP, D)
+            add_row_sums(row_sum, dq_target, previous, work, WARPGROUP, D)
 
 
 @gluon.jit

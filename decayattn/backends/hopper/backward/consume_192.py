@@ -26,7 +26,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from decayattn.backends.hopper.backward.dq import DQ, SUMS, add_from_registers, add_row_sums, opaque_zero
+from decayattn.backends.hopper.backward.dq import (
+    DQ,
+    SUMS,
+    add_from_registers,
+    add_row_sums,
+    in_units_of_rows,
+    opaque_zero,
+)
 from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, sum_operands
 from decayattn.backends.hopper.backward.score_tile import operand_of_dk, tile_probability
 from decayattn.backends.hopper.backward.shared import DK_BLOCKS
@@ -42,7 +49,7 @@ DK: gl.constexpr = gl.constexpr(product_layout(PART.value))
 @gluon.jit
 def _add_dq(shared, n, visit, work, dq_target, zero, BLOCK: gl.constexpr):
     """Multiply a block of dq of the tile before the n-th, and add it to memory; visit: that tile's."""
-    dq_fragments, first_part, _, _ = dq_target
+    dq_fragments, first_part, _, _, _ = dq_target
     slot = shared.slot(n - 1)
     dq = gl.zeros([PART, PART], gl.float32, DQ)
     for part in gl.static_range(2):
@@ -50,13 +57,13 @@ def _add_dq(shared, n, visit, work, dq_target, zero, BLOCK: gl.constexpr):
         key = flat(shared.keys.index(zero + part * DK_BLOCKS + BLOCK))
         dq = warpgroup_mma(left, key, dq, use_acc=part > 0, is_async=True)
     dq = warpgroup_mma_wait(0, (dq,))
-    add_from_registers(dq_fragments, first_part + visit // work.schedule.SIDES * shared.DQ_PARTS + BLOCK, dq)
+    part = first_part + visit // work.schedule.SIDES * shared.DQ_PARTS + BLOCK
+    add_from_registers(dq_fragments, part, in_units_of_rows(dq, dq_target, visit, work))
 
 
 @gluon.jit
 def _take_turn(shared, n, visit, work, dq_target, zero, WARPGROUP: gl.constexpr):
     """Do the same for the middle block of dq, or for the row sums of dS, while the other warpgroup does the other."""
-    _, _, row_sums, first_row = dq_target
     if (n & 1) == WARPGROUP:
         _add_dq(shared, n, visit, work, dq_target, zero, 1)
     elif work.schedule.ROW_SUMS:
@@ -67,7 +74,7 @@ def _take_turn(shared, n, visit, work, dq_target, zero, WARPGROUP: gl.constexpr)
             left = shared.d_scores.index(slot * 2 + part).permute((1, 0))
             row_sum = warpgroup_mma(left, ones, row_sum, use_acc=part > 0, is_async=True)
         row_sum = warpgroup_mma_wait(0, (row_sum,))
-        add_row_sums(row_sum, row_sums, first_row, visit, work, 0, shared.DQ_PARTS * PART)
+        add_row_sums(row_sum, dq_target, visit, work, 0, shared.DQ_PARTS * PART)
 
 
 @gluon.jit

@@ -37,7 +37,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from decayattn.backends.hopper.backward.dq import DQ, SUMS, add_from_registers, add_row_sums, opaque_zero
+from decayattn.backends.hopper.backward.dq import (
+    DQ,
+    SUMS,
+    add_from_registers,
+    add_row_sums,
+    in_units_of_rows,
+    opaque_zero,
+)
 from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, sum_operands
 from decayattn.backends.hopper.backward.score_tile import operand_of_dk, tile_probability
 from decayattn.backends.hopper.common import gluon_compat
@@ -104,7 +111,7 @@ def next_tile_256(
 ):
     """Add the n-th query tile; consume.py has the arguments."""
     dk, dv, key_sum = sums
-    dq_fragments, first_part, row_sums, first_row = dq_target
+    dq_fragments, first_part, _, _, _ = dq_target
     OWN: gl.constexpr = shared.SCORE_ROWS
     DECAY: gl.constexpr = work.schedule.DECAY
     DTYPE: gl.constexpr = shared.queries.dtype
@@ -143,9 +150,9 @@ def next_tile_256(
     if OWN_PARTS > 0:
         first_dq, row_sum = warpgroup_mma_wait(OF_DP, (first_dq, row_sum))
         if previous >= 0:
-            add_from_registers(dq_fragments, previous_part, first_dq)
+            add_from_registers(dq_fragments, previous_part, in_units_of_rows(first_dq, dq_target, previous, work))
     if ROW_SUMS and previous >= 0:
-        add_row_sums(row_sum, row_sums, first_row, previous, work, 0, D)
+        add_row_sums(row_sum, dq_target, previous, work, 0, D)
     dpT = warpgroup_mma_wait(0, (dpT,))
     if OWN_PARTS > 1:
         # issued only after dP is ready: earlier, ptxas would have too few registers, and serialise all products
@@ -160,7 +167,7 @@ def next_tile_256(
         # once both have arrived, its operand is overwritten
         second_dq = warpgroup_mma_wait(0, (second_dq,))
         if previous >= 0:
-            add_from_registers(dq_fragments, previous_part + 1, second_dq)
+            add_from_registers(dq_fragments, previous_part + 1, in_units_of_rows(second_dq, dq_target, previous, work))
     fence_async_shared()
     arrive(shared.barriers.d_scores_ready.index(shared.slot(n)))
     shared.wait_d_scores(n)
@@ -183,7 +190,7 @@ def next_tile_256(
     if OWN_PARTS > 1 and not ROW_SCALES:
         second_dq = warpgroup_mma_wait(LATER + 1, (second_dq,))
         if previous >= 0:
-            add_from_registers(dq_fragments, previous_part + 1, second_dq)
+            add_from_registers(dq_fragments, previous_part + 1, in_units_of_rows(second_dq, dq_target, previous, work))
     dv = warpgroup_mma_wait(LATER, (dv,))
     if not ROW_SCALES:
         arrive(shared.barriers.p_read)
@@ -208,18 +215,18 @@ def zeros_256(shared, WARPGROUP: gl.constexpr):
 @gluon.jit
 def end_head_256(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
     """Add dq and the row sums of a head's last visit."""
-    dq_fragments, first_part, row_sums, first_row = dq_target
+    dq_fragments, first_part, _, _, _ = dq_target
     D: gl.constexpr = shared.keys.shape[-1]
     last, last_part = shared.slot(n - 1), first_part + previous // work.schedule.SIDES * shared.DQ_PARTS
     for part in gl.static_range(_parts(WARPGROUP, shared.READ)):
         dq = _start_dq_part(shared, n, last, WARPGROUP * D // 2 + part * PART)
         dq = warpgroup_mma_wait(0, (dq,))
         if previous >= 0:
-            add_from_registers(dq_fragments, last_part + part, dq)
+            add_from_registers(dq_fragments, last_part + part, in_units_of_rows(dq, dq_target, previous, work))
     if work.schedule.ROW_SUMS and WARPGROUP == 0:
         row_sum = warpgroup_mma_wait(0, (_start_row_sums(shared, last, opaque_zero(n)),))
         if previous >= 0:
-            add_row_sums(row_sum, row_sums, first_row, previous, work, 0, D)
+            add_row_sums(row_sum, dq_target, previous, work, 0, D)
 
 
 @gluon.jit

@@ -3,6 +3,9 @@
 dq needs all keys of a tile, so each of the two consumer warpgroups multiplies one half of it: rows (D = 64) or columns
 (D = 128). "Fragments" are dq in the order in which registers hold a product. TMA adds them from shared memory; in
 kernels beyond 128 columns the threads add them (add_from_registers).
+
+Programs add to a row in no fixed order, and sums of float32 depend on it. Under deterministic algorithms dq and the row
+sums are added up as int32 multiples of a unit per row (row_terms.py), in which no order matters.
 """
 
 from triton.experimental import gluon
@@ -109,6 +112,26 @@ def start_dq_part(
 
 
 @gluon.jit
+def as_multiples(x, units, first_row, row, work):
+    """Round x to int32 multiples of its rows' units, which it holds inverted; a NaN is 0 here, and its unit is NaN."""
+    inverse = gl.load(units + (first_row + row), mask=(row >= 0) & (row < work.bounds.query_length), other=0.0)
+    return gl.inline_asm_elementwise(
+        "cvt.rni.s32.f32 $0, $1;", "=r,f", [x * inverse], gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def in_units_of_rows(dq, dq_target, visit, work, HALF: gl.constexpr = 0):
+    """Return a visit's part of dq as memory adds it up: unchanged, or as_multiples. HALF: of a query tile's rows."""
+    _, _, _, first_row, units = dq_target
+    if units is not None:
+        row = visit // work.schedule.SIDES * work.schedule.ROWS + HALF * PART
+        row = gl.expand_dims(row + gl.arange(0, PART, gl.SliceLayout(1, dq.type.layout)), 1)
+        dq = as_multiples(dq, units[0], first_row, row, work)
+    return dq
+
+
+@gluon.jit
 def stage_dq_part(shared, dq, WARPGROUP: gl.constexpr):
     """Store a part as fragments to shared memory, from which TMA adds it."""
     shared.dq_parts.index(WARPGROUP).store(to_fragments(dq))
@@ -140,8 +163,9 @@ def _axis(x, AXIS: gl.constexpr):
 
 
 @gluon.jit
-def add_row_sums(row_sum, row_sums, first_row, visit, work, WARPGROUP: gl.constexpr, D: gl.constexpr):
+def add_row_sums(row_sum, dq_target, visit, work, WARPGROUP: gl.constexpr, D: gl.constexpr):
     """Add the row sums of start_dq_part for a visit's tile to those in memory."""
+    _, _, row_sums, first_row, units = dq_target
     # (warp, row / 8, row % 8, copy / 2, copy % 2): four threads have the same two rows, and the first two add one each
     row_sum, _ = gl.split(gl.reshape(row_sum, [4, 2, 8, COPIES // 2, 2]))
     first_rows, others = gl.split(gl.permute(row_sum, [0, 2, 3, 1]))
@@ -154,4 +178,6 @@ def add_row_sums(row_sum, row_sums, first_row, visit, work, WARPGROUP: gl.conste
     if D == 64:
         row += WARPGROUP * PART
     inside = (row < work.bounds.query_length) & (copy < 2)
+    if units is not None:
+        row_sum = as_multiples(row_sum, units[1], first_row, row, work)
     gl.atomic_add(row_sums + (first_row + row), row_sum, mask=inside, sem="relaxed")

@@ -148,7 +148,7 @@ _INTEGERS = [
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def gradients_kernel(
-    q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_fragments, zeros_desc, decay, scheduler,
+    q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_fragments, zeros_desc, units, decay, scheduler,
     scale, left, right, query_length, key_length, blocks, row_tiles, key_tiles, entries, heads, together,
     MODES: gl.constexpr, TILE: gl.constexpr,
 ):
@@ -157,6 +157,7 @@ def gradients_kernel(
     Launched by programmatic dependent launch.
 
     dq_fragments: a descriptor of parts; the tensor itself if threads add to it
+    units: under deterministic algorithms those of row_terms_kernel, else None
     scale: s; or, with a scale per row, a descriptor of the rows' factors (row_terms.py)
     scheduler: key_table, the tiles of keys, read only if RAGGED; and counters, 0 (zero_dq.py)
     left, right: upper bounds on the keys that a row sees before and after its own; read only if WINDOW, right not if
@@ -227,7 +228,7 @@ def gradients_kernel(
         allocate_words(STAGES),
         gl.allocate_shared_memory(DTYPE, [SLOTS * KEY_PARTS, WARPGROUP_KEYS, ROWS], D_SCORES),
         p,
-        gl.allocate_shared_memory(gl.float32, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_fragments.layout)
+        gl.allocate_shared_memory(dq_fragments.dtype, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_fragments.layout)
         if CONSUMERS == "consume_128" else ones,
         BackwardConstants(zeros, ones, weights, bits, splits),
         allocate_barriers(STAGES, SLOTS, COMMON_KEYS, COMMON_KEYS and ROW_SCALES),
@@ -257,8 +258,8 @@ def gradients_kernel(
     sources = (q_desc, k_desc, v_desc, d_out_desc, terms_desc, factors_desc)
     gl.warp_specialize(
         [
-            (consume, (schedule, shared, dq_fragments, dk_desc, decay, scale, 0)),
-            (consume, (schedule, shared, dq_fragments, dk_desc, decay, scale, 1)),
+            (consume, (schedule, shared, dq_fragments, units, dk_desc, decay, scale, 0)),
+            (consume, (schedule, shared, dq_fragments, units, dk_desc, decay, scale, 1)),
             (produce, (schedule, shared, counters, sources, (dk_desc, dv_desc), zeros_desc, decay, D)),
         ],
         [4, 1],

@@ -13,7 +13,13 @@ from decayattn.backends.hopper.backward.kernel import (
     BackwardTile,
     gradients_kernel,
 )
-from decayattn.backends.hopper.backward.row_terms import RowDecay, RowTermsTraits, row_terms_kernel, unpack_dq_kernel
+from decayattn.backends.hopper.backward.row_terms import (
+    RowDecay,
+    RowTermsTraits,
+    largest_kernel,
+    row_terms_kernel,
+    unpack_dq_kernel,
+)
 from decayattn.backends.hopper.backward.work import side_count
 from decayattn.backends.hopper.common import descriptors, tile_table
 from decayattn.backends.hopper.common.call import heads_together, limits_of, source_of
@@ -65,7 +71,9 @@ def backward(
             d_out = d_out.clone(memory_format=torch.contiguous_format)
 
         given = (q, k, v, log_decay, row_scale, bounds, d_out, d_lse, out, dq)
-        modes = (problem, skipping.is_planned(problem), decay_gradient)
+        # float32 sums by atomics depend on their order; integer ones do not
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        modes = (problem, skipping.is_planned(problem), decay_gradient, deterministic)
         launch = launching.of_call(problem.device, given, *modes, saved=(row_lse2, *prefix, first_block))
         sequences = sequence_blocks.find(problem, bounds, launch)
         of_rows = [(x, 0.0) for x in (dq, row_scale_grad) if x is not None]
@@ -100,14 +108,24 @@ def backward(
         row_sums = torch.empty_like(row_lse2) if decay_gradient and scalar else None
         kv_heads = entries * problem.num_kv_heads
         group = problem.num_heads // problem.num_kv_heads
+        units, added = None, torch.float32
+        if deterministic:
+            largest = row_lse2.new_zeros(problem.batch, problem.num_kv_heads, 2)
+            launch(
+                largest_kernel, tiles.key_tiles * kv_heads, strided(k), strided(v), largest, tiles.keys,
+                problem.key_length, tiles.key_tiles, problem.num_kv_heads, KEYS=tile.keys, D=dim,
+                HEAD_DIM=problem.head_dim, VALUE_DIM=problem.value_dim, num_warps=4, **COMPILER_OPTIONS,
+            )
+            units, added = (*new(2, *row_lse2.shape).unbind(), largest), torch.int32
+        added_dq = dq_fragments.view(added)
         # bytes of a head of keys: q and dO of its group, and dq in float32
         rows_size = problem.longest_query * group * dim * (2 * problem.dtype.itemsize + 4)
         together = heads_together(kv_heads, rows_size, minimum=cdiv(config.MIN_CHUNK_TILES, tiles.key_tiles))
         counters = new(cdiv(kv_heads, together), dtype=torch.int32)
-        traits = RowTermsTraits(dim, problem.value_dim, tile.rows, _ROW_TERMS_BLOCK, problem.decay, sides)
+        traits = RowTermsTraits(dim, problem.value_dim, tile.rows, _ROW_TERMS_BLOCK, problem.decay, sides, group)
         launch(
             row_terms_kernel, row_blocks * head_rows,
-            strided(out), strided(d_out), strided(d_lse), row_lse2, terms, row_factors,
+            strided(out), strided(d_out), strided(d_lse), row_lse2, terms, row_factors, units,
             (row_sums, dq_fragments, counters), tiles.rows, decay_of_rows if sides == 2 else None, -1.0 / score_scale,
             problem.query_length, tiles.row_tiles, problem.num_heads, head_rows - together * group, counters.numel(),
             TRAITS=traits, num_warps=4, **COMPILER_OPTIONS,
@@ -124,7 +142,7 @@ def backward(
                 rate_sums.zero_()  # there may be more blocks than tiles
         decay_tensors = BackwardDecay(
             rates, prefix.beta, prefix.base, prefix.last_reset, prefix.next_reset, mirror,
-            BackwardSums(row_sums, column_sums, rate_sums),
+            BackwardSums(row_sums if row_sums is None else row_sums.view(added), column_sums, rate_sums),
         )
         modes = BackwardModes(
             group, problem.decay, decay_gradient, ragged=bounds is not None, window=problem.window != (-1, -1),
@@ -136,8 +154,8 @@ def backward(
             source(v, config.WARPGROUP_ROWS, widths.v), source(d_out, tile.rows, widths.v),
             descriptors.columns(terms, tile.rows),
             source(dk, config.WARPGROUP_ROWS, tile.dk_columns), source(dv, config.WARPGROUP_ROWS, widths.v),
-            dq_fragments if adds_from_registers else descriptors.plain(dq_fragments, FRAGMENT_ROWS.value),
-            descriptors.plain(dq_fragments, tile.zero_lines),
+            added_dq if adds_from_registers else descriptors.plain(added_dq, FRAGMENT_ROWS.value),
+            descriptors.plain(dq_fragments, tile.zero_lines), units,
             decay_tensors, (row_lse2 if tiles.keys is None else tiles.keys, counters),
             scale if row_factors is None else descriptors.plain(row_factors[1], 1), *limits_of(problem),
             problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles, entries,
@@ -152,13 +170,15 @@ def backward(
         dq_parts = tiles.row_tiles * (tile.rows // PART.value) * (dim // PART.value)
         launch(
             unpack_dq_kernel, dq_parts * head_rows // (1 if row_scale is None else dim // PART.value),
-            dq_fragments, dq, tiles.rows, dq.stride(), scale, of_scales, problem.query_length, tiles.row_tiles,
+            added_dq, dq, tiles.rows, dq.stride(), scale, of_scales, units, problem.query_length, tiles.row_tiles,
             problem.num_heads, D=dim, HEAD_DIM=problem.head_dim, ROWS=tile.rows,
             num_warps=4 if row_scale is None else 8, launch_pdl=True, **COMPILER_OPTIONS,
         )
 
         d_log_decay = None
         if decay_gradient and scalar:
+            if units is not None:
+                row_sums = row_sums.view(added) / units[1]
             d_log_decay = decay_prefix.gradient(problem, prefix, row_sums, column_sums, log_decay, sequences, launch)
         elif decay_gradient:
             d_log_decay = rate_sums.sum((0, 2, 3), dtype=torch.float64).to(log_decay.dtype)

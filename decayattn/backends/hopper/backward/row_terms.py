@@ -16,6 +16,11 @@ in addition::
 
     factors (2, ROWS) of a query tile      s_i log2(e), and −LSE₂
 
+Under deterministic algorithms dq and the row sums of dS are added up as int32 multiples of a unit per row, a power of
+two that no sum of terms can overflow::
+
+    |Σ_j dS_ij| ≤ bound_i = Σ_c |dO_ic| max |v| + |Δ_i|      |Σ_j dS_ij k_j| ≤ bound_i max |k|      unit ≥ bound / 2²⁹
+
 unpack_dq_kernel has a program per PART × PART values of dq. It reads fragments (in the order in which registers hold a
 product) and writes (rows, D), float32 to the inputs' dtype.
 """
@@ -75,6 +80,7 @@ class RowTermsTraits(NamedTuple):
     block_m: int  # of a program; divides rows
     decay: DecayName
     sides: int
+    group: int  # query heads per head of keys
 
 
 @triton.jit
@@ -117,10 +123,49 @@ def _of_program(heads, parts):
     return (rest // parts * heads + head).to(tl.int64), head.to(tl.int64), rest % parts
 
 
+@triton.jit
+def largest_kernel(
+    k, v, largest, table, key_length, key_tiles, heads, KEYS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """Write max |k| and max |v|, (B, H_kv, 2), over the finite values of an entry's tokens; a key tile per program.
+
+    largest is 0 before. k and v are Strided; table: that of key tiles, or None.
+    """
+    tile_row, head, tile = _of_program(heads, key_tiles)
+    entry, start, first_token = tile_row // heads, tile * KEYS, 0
+    if table is not None:
+        if tile >= tl.load(table):
+            return
+        line = line_of_tile(table, tile)
+        entry, start = tl.load(line + ENTRY).to(tl.int64), tl.load(line + START)
+        first_token, key_length = tl.load(line + FIRST_TOKEN), tl.load(line + KEY_LENGTH)
+    token = start + tl.arange(0, KEYS)
+    inside = (token < key_length)[:, None]
+    token = (first_token + token).to(tl.int64)
+    column = tl.arange(0, D)[None, :]
+    here = largest + (entry * heads + head) * 2
+    for n in tl.static_range(2):
+        x = row_pointers(k if n == 0 else v, entry, head, token)[:, None] + column
+        x = tl.load(x, mask=inside & (column < (HEAD_DIM if n == 0 else VALUE_DIM)), other=0.0).to(tl.float32)
+        x = tl.abs(x)
+        x = tl.where(x < float("inf"), x, 0.0)
+        tl.atomic_max(here + n, tl.max(tl.max(x, 1), 0), sem="relaxed")
+
+
+@triton.jit
+def _inverted_unit(bound):
+    """Return the largest power of two, up to 2¹²⁶, whose product with the bound is below 2²⁹; NaN if none is."""
+    # from exponents as float32 holds them
+    exponent = bound.to(tl.int32, bitcast=True) >> 23
+    inverted = (tl.minimum(2 * 127 + 28 - exponent, 127 + 126) << 23).to(tl.float32, bitcast=True)
+    return tl.where(exponent < 255, inverted, float("nan"))
+
+
 @triton.jit(do_not_specialize=["row_tiles", "first_zeroed", "counters_end"])
 def row_terms_kernel(
-    out, d_out, d_lse, row_lse2, terms, row_factors, zeroed, table, decay, score_factor, query_length, row_tiles, heads,
-    first_zeroed, counters_end, TRAITS: tl.constexpr,
+    out, d_out, d_lse, row_lse2, terms, row_factors, units, zeroed, table, decay, score_factor, query_length, row_tiles,
+    heads, first_zeroed, counters_end, TRAITS: tl.constexpr,
 ):
     """Write the row terms that the backward adds to scores and to dP: LSE₂ of the forward, and −Δ = dLSE − Σ dO·O.
 
@@ -132,6 +177,8 @@ def row_terms_kernel(
 
     zeroed: (row sums, dq fragments, counters), which the next kernel adds to and this one zeroes first. Of dq, these
     are the head rows from first_zeroed on. There are no more counters than programs here.
+    units: (of dq, of row sums, largest), or None. Units (B, H, T_q) are written inverted, and NaN for rows that are not
+    finite; largest is that of largest_kernel.
     row_factors: the scales of rows and their factors, (head rows, row tiles, SIDES, 2, ROWS), or None; with them,
     score_factor is −1.
     out, d_out, d_lse and the scales are Strided; d_lse is None if lse has no gradient.
@@ -170,6 +217,13 @@ def row_terms_kernel(
         offset = entry * d_lse.strides[0] + head * d_lse.strides[1] + token * d_lse.strides[2]
         delta -= tl.load(d_lse.data + offset, mask=inside, other=0.0)
     lse2 = tl.load(row_lse2 + here, mask=inside, other=float("inf"))
+    if units is not None:
+        of_dq, of_sums, largest = units
+        largest += (entry * heads + head) // TRAITS.group * 2
+        bound = tl.sum(tl.abs(do), 1) * tl.load(largest + 1) + tl.abs(delta)
+        bound = tl.where(lse2 == lse2, bound, lse2)
+        tl.store(of_sums + here, _inverted_unit(bound), mask=inside)
+        tl.store(of_dq + here, _inverted_unit(bound * tl.load(largest)), mask=inside)
     seen = lse2 < float("inf")
     if SIDES == 2:
         alpha = _row_alpha(decay, table, tile, entry, head, heads, start, row, query_length, DECAY)
@@ -203,7 +257,7 @@ def row_terms_kernel(
 
 @triton.jit(do_not_specialize=["row_tiles"])
 def unpack_dq_kernel(
-    dq_fragments, dq, table, dq_strides, scale, of_scales, query_length, row_tiles, heads, D: tl.constexpr,
+    dq_fragments, dq, table, dq_strides, scale, of_scales, units, query_length, row_tiles, heads, D: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):
     """Write dq = s · fragments, one part of 64 rows × 64 columns per program.
@@ -212,6 +266,7 @@ def unpack_dq_kernel(
     Launched by programmatic dependent launch.
 
     of_scales: (q, the scales, both Strided, and their gradient, float32 (B, H, T_q)), or None
+    units: as in row_terms_kernel
     """
     wait_for_launch_before(heads)
     WIDTH: tl.constexpr = 1 if of_scales is None else D // PART  # parts of a program
@@ -229,6 +284,9 @@ def unpack_dq_kernel(
     row = start + tl.arange(0, PART)
     token = (first_row + row).to(tl.int64)
     inside = row < query_length
+    if units is not None:
+        here = start_of_head(entry * heads + head, axis, first_row) + row
+        unit = tl.div_rn(1.0, tl.load(units[0] + here, mask=inside, other=1.0))[:, None]
     if of_scales is not None:
         q, scales, d_scales = of_scales
         row_scale = tl.load(row_pointers(scales, entry, head, token), mask=inside, other=0.0)[:, None]
@@ -238,10 +296,13 @@ def unpack_dq_kernel(
         x = tl.load(dq_fragments + (tile_row * parts + part + n) * PART * PART + tl.arange(0, PART * PART))
         column = (part + n) % (D // PART) * PART + tl.arange(0, PART)[None, :]
         there = inside[:, None] & (column < HEAD_DIM)
-        if of_scales is None:
-            x = from_fragments(x * scale)
-        else:
+        if units is None:
             x = from_fragments(x)
+        else:
+            x = from_fragments(x.to(tl.float32)) * unit
+        if of_scales is None:
+            x *= scale
+        else:
             q_part = tl.load(q_rows + column, mask=there, other=0.0)
             d_scale += tl.sum(q_part.to(tl.float32) * x, 1)
             x *= row_scale
