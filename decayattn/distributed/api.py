@@ -173,17 +173,16 @@ class ContextParallel(NamedTuple):
             return nullcontext()
         return OptionCheck(_checked_group(self.group), x)
 
-    @compatibility.left_to_eager_code("ContextParallel.token_before: torch.compile cannot trace its exchange")
+    @torch.compiler.disable(reason="ContextParallel.token_before: torch.compile cannot trace its exchange")
     def token_before(self, k: Tensor, v: Tensor, check: OptionCheck) -> tuple[Tensor, Tensor]:
         """k and v of the token before this rank's slice, (B, 1, H_kv, ·); `check` comes from `reporting`."""
         slices = _checked_slices(k, v, self.lengths, check.group)
         kinds = tuple((len(x), *x.shape[2:], x.dtype, x.device.type) for x in (k, v))
-        check.options = (
-            Option("kv_shift", kinds), Option("lengths", slices.lengths),
-            Option("requires_grad", torch.is_grad_enabled() and k.requires_grad),
-        )
+        check.options = {
+            "kv_shift": kinds, "lengths": slices.lengths, "requires_grad": torch.is_grad_enabled() and k.requires_grad,
+        }
         check.compare()
-        # a sum over no token is 0 with a graph: every rank takes part in the backward's exchange
+        # a sum over no token is 0 with a graph: no rank is missing in the backward's exchange
         last = [x[:, -1:] if slices.length else x.sum(1, keepdim=True) for x in (k, v)]
         before = TokenBefore.apply(torch.cat([x.flatten(2) for x in last], 2), slices)
         check.restart()

@@ -19,8 +19,8 @@ from decayattn.validation import check_counts, check_positive_int, check_tensor,
 # stays, for `crop`; the other half fills before the next move. One copy of the window per 128 steps is 3 % of the bytes
 # that the steps read.
 _SLACK = 256
-# Tokens of a layer with kv_shift whose unshifted keys and values stay: `crop` needs those of the token that is then the
-# last. For heads of 64 channels they take the room of 64 more tokens.
+# Last tokens of a layer with kv_shift that keep their unshifted keys and values: `crop` needs those of the then last
+# token. For heads of 64 channels they take the room of 64 more tokens.
 _UNSHIFTED = 64
 
 

@@ -396,7 +396,8 @@ def test_plan_shards_heads_and_their_gains(device):
     sizes |= {name.replace("weight", "bias"): size[:1] for name, size in sizes.items()}
     assert {name: tuple(p.to_local().shape) for name, p in layer.named_parameters()} == sizes | {
         "sink": (2,), "log_scale": (2,), "decay.weight": (2, WIDTH), "decay.bias": (2,),
-        "out_proj.weight": (WIDTH, 16), "out_proj.bias": (WIDTH,), "q_norm.weight": (8,), "k_norm.weight": (8,),
+        "out_proj.weight": (WIDTH, 16), "out_proj.bias": (WIDTH,),
+        "q_norm.weight": (16,), "k_norm.weight": (8,), "output_norm.weight": (16,),
     }
 
 

@@ -125,9 +125,10 @@ def backward(
         traits = RowTermsTraits(dim, problem.value_dim, tile.rows, _ROW_TERMS_BLOCK, problem.decay, sides, group)
         launch(
             row_terms_kernel, row_blocks * head_rows,
-            strided(out), strided(d_out), strided(d_lse), row_lse2, terms, row_factors, units,
-            (row_sums, dq_fragments, counters), tiles.rows, decay_of_rows if sides == 2 else None, -1.0 / score_scale,
-            problem.query_length, tiles.row_tiles, problem.num_heads, head_rows - together * group, counters.numel(),
+            strided(out), strided(d_out), strided(d_lse), row_lse2, terms, row_factors,
+            (row_sums, dq_fragments, counters, units), tiles.rows, decay_of_rows if sides == 2 else None,
+            -1.0 / score_scale, problem.query_length, tiles.row_tiles, problem.num_heads, head_rows - together * group,
+            counters.numel(),
             TRAITS=traits, num_warps=4, **COMPILER_OPTIONS,
         )
 

@@ -16,8 +16,8 @@ in addition::
 
     factors (2, ROWS) of a query tile      s_i log2(e), and −LSE₂
 
-Under deterministic algorithms dq and the row sums of dS are added up as int32 multiples of a unit per row, a power of
-two that no sum of terms can overflow::
+Under deterministic algorithms dq and the row sums of dS are int32 multiples of a unit per row. It is a power of two,
+and no sum of terms overflows::
 
     |Σ_j dS_ij| ≤ bound_i = Σ_c |dO_ic| max |v| + |Δ_i|      |Σ_j dS_ij k_j| ≤ bound_i max |k|      unit ≥ bound / 2²⁹
 
@@ -155,7 +155,7 @@ def largest_kernel(
 
 @triton.jit
 def _inverted_unit(bound):
-    """Return the largest power of two, up to 2¹²⁶, whose product with the bound is below 2²⁹; NaN if none is."""
+    """Return the largest power of two, up to 2¹²⁶, for which bound · it < 2²⁹; NaN if there is none."""
     # from exponents as float32 holds them
     exponent = bound.to(tl.int32, bitcast=True) >> 23
     inverted = (tl.minimum(2 * 127 + 28 - exponent, 127 + 126) << 23).to(tl.float32, bitcast=True)
@@ -164,8 +164,8 @@ def _inverted_unit(bound):
 
 @triton.jit(do_not_specialize=["row_tiles", "first_zeroed", "counters_end"])
 def row_terms_kernel(
-    out, d_out, d_lse, row_lse2, terms, row_factors, units, zeroed, table, decay, score_factor, query_length, row_tiles,
-    heads, first_zeroed, counters_end, TRAITS: tl.constexpr,
+    out, d_out, d_lse, row_lse2, terms, row_factors, added, table, decay, score_factor, query_length, row_tiles, heads,
+    first_zeroed, counters_end, TRAITS: tl.constexpr,
 ):
     """Write the row terms that the backward adds to scores and to dP: LSE₂ of the forward, and −Δ = dLSE − Σ dO·O.
 
@@ -175,9 +175,9 @@ def row_terms_kernel(
     gradient for any dLSE. With two sides (work.py) the forward saves the whole LSE₂, and this kernel adds α_i with the
     sign of the side; decay is a RowDecay, None with one side.
 
-    zeroed: (row sums, dq fragments, counters), which the next kernel adds to and this one zeroes first. Of dq, these
-    are the head rows from first_zeroed on. There are no more counters than programs here.
-    units: (of dq, of row sums, largest), or None. Units (B, H, T_q) are written inverted, and NaN for rows that are not
+    added: (row sums, dq fragments, counters, units). The next kernel adds to the first three, and this one zeroes them
+    first. Of dq, these are the head rows from first_zeroed on. There are no more counters than programs here. units:
+    (of dq, of row sums, largest), or None. Units (B, H, T_q) are written inverted, and NaN for rows that are not
     finite; largest is that of largest_kernel.
     row_factors: the scales of rows and their factors, (head rows, row tiles, SIDES, 2, ROWS), or None; with them,
     score_factor is −1.
@@ -188,7 +188,7 @@ def row_terms_kernel(
     BLOCK_M: tl.constexpr = TRAITS.block_m
     DECAY: tl.constexpr = TRAITS.decay
     SIDES: tl.constexpr = TRAITS.sides
-    row_sums, dq_fragments, counters = zeroed
+    row_sums, dq_fragments, counters, units = added
     let_next_start(heads)
     tl.store(counters + tl.program_id(0), 0, mask=tl.program_id(0) < counters_end)
     blocks = row_tiles * (ROWS // BLOCK_M)
