@@ -7,8 +7,8 @@ packed sequences, or two calls::
     far    the other rows: they see nothing before their slice
 
 In the backward the near call comes first: its gradients of other ranks' keys are sent while the far call computes.
-Both calls write into one dq. The near call's gradients of the slice's keys are added to the far call's in the launch
-that adds the rows from other ranks.
+Both calls write into one dq. The near call's gradients of the slice's keys are added to the far call's together
+with the rows from other ranks.
 """
 
 import functools
@@ -51,7 +51,6 @@ class Settings(NamedTuple):
     limits: ViewLimits
     tolerance: float
     backend: BackendName
-    runs_kernels: bool
     return_lse: bool
     scale: float  # if it is not one per row
 
@@ -82,7 +81,7 @@ def attention(
     rows = slices.length if packed else _near_rows(plan, 1 if terms is None else GRANULE)
     if terms is not None:
         terms = terms[0], terms[1][:, :, rows // GRANULE :]  # of blocks and of granules
-    settings = Settings(plan, rows, limits, tolerance, backend, runs_kernels, return_lse, inputs.scale)
+    settings = Settings(plan, rows, limits, tolerance, backend, return_lse, inputs.scale)
     return TwoCalls.apply(*inputs[:5], inputs.sink, settings, (terms, key_decay), check)
 
 
@@ -100,7 +99,7 @@ class TwoCalls(torch.autograd.Function):
         if rows < length:
             far_lse, of_far = _far(inputs, settings).forward(with_lse, Precomputed(out[:, rows:], *precomputed))
         parts = [k, v, None if log_decay is None or log_decay.ndim == 1 else log_decay]
-        extended = fetch_halo(plan, parts, rows, settings.runs_kernels, check)
+        extended = fetch_halo(plan, parts, rows, check)
         near_lse, of_near = _near(inputs, extended, settings).forward(with_lse, Precomputed(out[:, :rows]))
         ctx.of_near = len(of_near)
         ctx.save_for_backward(q, k, v, log_decay, row_scale, sink, out, *extended, *of_near, *of_far)
@@ -115,7 +114,7 @@ class TwoCalls(torch.autograd.Function):
         settings, length = ctx.settings, q.shape[1]
         inputs = Inputs(q, k, v, log_decay, row_scale, sink=sink, scale=settings.scale)
         extended, of_near, of_far = kept[:3], kept[3 : 3 + ctx.of_near], kept[3 + ctx.of_near :]
-        plan, rows, runs_kernels = settings.plan, settings.rows, settings.runs_kernels
+        plan, rows = settings.plan, settings.rows
         needs_q, needs_k, needs_v, needs_decay, needs_scale, needs_sink, *_ = ctx.needs_input_grad
         per_token = log_decay is not None and log_decay.ndim == 3
         request = GradientRequest(decay_gradient=needs_decay, bias_gradient=False, sink_gradient=needs_sink)
@@ -134,7 +133,7 @@ class TwoCalls(torch.autograd.Function):
         near = gradients(_near(inputs, extended, settings), of_near, slice(0, rows))
         calls, near_keys = [near], of_keys(near.dk, near.dv, near.d_log_decay)
         exchanges = any(x is not None for x in near_keys)
-        returned = return_gradients(plan, near_keys, runs_kernels) if exchanges else None
+        returned = return_gradients(plan, near_keys) if exchanges else None
         if rows < length:
             far = gradients(_far(inputs, settings), of_far, slice(rows, length))
             calls.append(far)
@@ -142,7 +141,7 @@ class TwoCalls(torch.autograd.Function):
         else:
             added, totals = 0, [None if x is None else x[:, plan.halo :] for x in near_keys]
         if returned is not None:
-            totals = add_returned(plan, returned, totals, near_keys, added, runs_kernels)
+            totals = add_returned(plan, returned, totals, near_keys, added)
         dk, dv, d_log_decay = totals
         if needs_decay and not per_token:
             d_log_decay = functools.reduce(operator.add, [x.d_log_decay for x in calls])

@@ -7,7 +7,7 @@ tolerance.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from torch.nn.functional import pad
 from decayattn.distributed.collectives import Slices, all_gather, on_device
 from decayattn.distributed.option_check import OptionCheck, refuse_raised
 from decayattn.problem import AttentionProblem, DecayPrefix, Inputs, is_reset
-
-if TYPE_CHECKING:
-    from decayattn.backends.planning import halo_rows
 
 _NEVER = 2**31 - 1
 
@@ -65,18 +62,30 @@ class HaloPlan:
         return sum(end - max(first, begin) for first in self.hosts[to] if first < end) if to > of else 0
 
     @functools.cached_property
-    def segments(self) -> "halo_rows.Segments":
-        """The plan as the kernels' argument."""
-        from decayattn.backends.planning import halo_rows  # imports Triton
+    def kept(self) -> int:
+        """Tokens of this rank's slice before the first one that another rank fetches."""
+        begin, length = self.slices.begin, self.slices.length
+        fetched = [first - begin for firsts in self.hosts[self.slices.rank + 1 :] for first in firsts]
+        return min(length, max(0, min(fetched, default=length)))
 
-        slices = self.slices
-        begin, end = slices.offsets[slices.rank : slices.rank + 2]
-        fetched = [first for firsts in self.hosts[slices.rank + 1 :] for first in firsts]
-        kept = min(end, max(begin, min(fetched, default=end))) - begin
-        return halo_rows.Segments(
-            self.begins, on_device(slices.offsets, self.begins.device), slices.rank, self.kv_heads, slices.length,
-            self.halo, kept, sum(self.send), sum(self.receive),
-        )
+    @functools.cached_property
+    def rows_of_exchange(self) -> tuple[tuple[Tensor, ...], ...]:
+        """(batch entry, token, key head) of the rows that this rank sends, and of those that it fetches.
+
+        Tokens of sent rows count on the axis of the slice, those of fetched rows on the axis of halo and slice.
+        """
+        begin, rank, begins = self.slices.begin, self.slices.rank, self.begins
+        starts = on_device(self.slices.offsets, begins.device)[:, None]
+        sent = begins[rank + 1 :].clamp(min=begin)
+        fetched = torch.maximum(begins[rank], starts[:rank])
+        first = torch.cat([sent - begin, fetched - (begin - self.halo)]).flatten()
+        numbers = torch.cat([starts[rank + 1] - sent, starts[1 : rank + 1] - fetched]).clamp(min=0).flatten()
+        counts = sum(self.send), sum(self.receive)
+        segment = torch.arange(len(numbers), device=begins.device).repeat_interleave(numbers, output_size=sum(counts))
+        token = torch.arange(sum(counts), device=begins.device) + (first + numbers - numbers.cumsum(0))[segment]
+        pair = segment % max(1, begins.shape[1])
+        index = pair // self.kv_heads, token, pair % self.kv_heads
+        return tuple(zip(*(x.split(counts) for x in index), strict=True))
 
 
 def tolerance_share(problem: AttentionProblem) -> float:

@@ -46,7 +46,7 @@ from triton.runtime.jit import JITFunction
 
 from decayattn.backends.hopper import backend as hopper
 from decayattn.backends.hopper import config as hopper_config
-from decayattn.backends.planning import halo_bound, halo_rows
+from decayattn.backends.planning import halo_bound
 from decayattn.backends.portable import backend as portable
 from decayattn.backends.portable import config as portable_config
 from decayattn.backends.portable import decode as decoding
@@ -331,7 +331,7 @@ def compiled_kernels(
         if path == "decode":
             decode(inputs, decay)
         elif path == "halo":
-            exchange(problem, inputs, decay)
+            plan_halo(problem, inputs)
         else:
             module = portable if backend == "triton" else hopper
             module.forward(problem, inputs._replace(sink=q.new_empty(problem.num_heads)), True)
@@ -365,9 +365,9 @@ def decode(inputs: Inputs, decay: str) -> None:
         decoding.decode(row, torch.empty(2, dtype=torch.int32), alpha=cache.alpha, **options)
 
 
-def exchange(problem: AttentionProblem, inputs: Inputs, decay: str) -> None:
-    """Plan a halo, pack its keys, put them in place, and return their gradients."""
-    q, k, v, log_decay, length, heads = *inputs[:4], inputs.k.shape[1], inputs.k.shape[2]
+def plan_halo(problem: AttentionProblem, inputs: Inputs) -> None:
+    """Plan a halo."""
+    q, k, log_decay, length = inputs.q, inputs.k, inputs.log_decay, inputs.k.shape[1]
     if log_decay is not None:
         summary = halo_bound.summarise(problem, q, k, log_decay, inputs.scale, length // DECAY_BLOCK)
         everyone, offsets = summary.keys.repeat(3, 1), torch.empty(4, dtype=torch.int64)
@@ -375,14 +375,6 @@ def exchange(problem: AttentionProblem, inputs: Inputs, decay: str) -> None:
         for rank, offsets_of_sequences in zip((1, 2, 2), cu_seqlens, strict=True):  # 1 is no argument
             place = halo_bound.Place((length,) * 3, rank, offsets, 0, length, offsets_of_sequences)
             halo_bound.first_keys(problem, place, everyone, summary, SKIP_TOLERANCE)
-    for rank in (1, 2):
-        begins, offsets = torch.empty(4, 2 * heads, dtype=torch.int64), torch.empty(5, dtype=torch.int64)
-        segments = halo_rows.Segments(begins, offsets, rank, heads, length, 128, 32, 9, 9)
-        rates = log_decay if decay == "scalar" else None
-        parts, grads = (k, v, rates), (None, v, rates)
-        halo_rows.extend(segments, halo_rows.pack_sent(segments, parts), parts, length)
-        for asked in (parts, grads):
-            halo_rows.add_returned(segments, halo_rows.pack_returned(segments, asked), asked, asked, 96)
 
 
 @contextlib.contextmanager

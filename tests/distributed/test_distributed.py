@@ -320,8 +320,8 @@ def test_layer_error_on_one_rank_ends_the_others(pool, options, of_last_rank, re
     ("where", "options", "inputs"),
     [
         ("distributed.ulysses.pack", dict(mode="heads"), {}),
-        ("distributed.halo_exchange.EagerRows.pack_sent", dict(reach=3), {}),
-        ("distributed.halo_exchange.EagerRows.pack_sent", dict(reach=3) | PACKED, dict(batch=1)),
+        ("distributed.halo_exchange.pack", dict(reach=3), {}),
+        ("distributed.halo_exchange.pack", dict(reach=3) | PACKED, dict(batch=1)),
         ("distributed.halo_plan._resets", {}, {}),
         ("distributed.halo_plan.is_reset", {}, dict(decay="constant")),
         ("distributed.halo_plan._sequence_at", PACKED, dict(batch=1)),
