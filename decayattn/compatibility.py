@@ -19,7 +19,7 @@ _fallbacks: dict[str, str] = {}
 
 def fallbacks() -> list[str]:
     """Private names that this PyTorch or Triton lacks or has changed, with the alternative used. A change in Triton
-    shows only after a kernel has been launched on a GPU."""
+    shows only once a kernel backend is loaded."""
     return [f"{name} {reason}" for name, reason in _fallbacks.items()]
 
 
@@ -211,7 +211,7 @@ def assume_constant_result(function: Callable) -> Callable:
 
 @_probed("torch._C._cuda_getCurrentRawStream", "torch.cuda.current_stream gives the stream")
 def _raw_stream() -> Callable[[int], int] | None:
-    # asking for a stream here would initialise CUDA; direct_launch.py compares it with the one that Triton passes
+    # asking for a stream here would initialise CUDA; runtime/launching.py checks that Triton asks so
     on_gpus = torch.version.cuda is not None or torch.version.hip is not None
     return torch._C._cuda_getCurrentRawStream if on_gpus else None
 

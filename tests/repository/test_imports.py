@@ -23,9 +23,8 @@ BELOW = {
     "hopper/backward": {"hopper/common", "planning", "runtime", "tiles"},
 }
 
-# the most levels of a part of the package: modules of the longest chain of imports inside it. The tenth of backends is
-# runtime/direct_launch.py, which was a part of compatibility.py
-LEVELS = {"decayattn.backends": 10, "decayattn.backends.hopper": 8}
+# the most levels of a part of the package: modules of the longest chain of imports inside it
+LEVELS = {"decayattn.backends": 9, "decayattn.backends.hopper": 8}
 # functions of more than 16 arguments: users' keyword arguments; and kernels, because Triton takes
 # descriptors and unspecialised integers at the top level only
 MANY_ARGUMENTS = {

@@ -2,8 +2,8 @@
 
 `kernel[grid](...)` derives the compiled kernel from the kind of every argument, in every launch. For an attention
 kernel that takes five times as long as the launch itself. The kinds follow from properties that all launches of one
-call of ours share. So they are looked up once per call, and later launches reuse the compiled kernel directly
-(direct_launch.py).
+call of ours share. So they are looked up once per call, and later launches call the compiled kernel's private `run` as
+Triton does (DirectLaunch).
 
 A call with other lengths, as packed batches have in every step, is another call, but mostly has the same kinds. Then
 each kernel's arguments are examined once more (kinds_of), and Triton is asked for new kinds only. Triton reports each
@@ -13,15 +13,16 @@ set, every launch goes through Triton.
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from decayattn.backends.runtime import direct_launch
-from decayattn.backends.runtime.direct_launch import DirectLaunch
+from decayattn import compatibility
 
 # launch(kernel, programs, *args, **constants) is kernel[(programs,)](*args, **constants)
 Launch = Callable[..., None]
@@ -30,6 +31,17 @@ Launch = Callable[..., None]
 COMPILER_OPTIONS = {"enable_fp_fusion": True}
 # kernels are specialised for pointers, and for integers, that are multiples of this
 _ALIGNMENT = 16
+# The launch in JITFunction.run that DirectLaunch repeats. If it reads differently, Triton makes all launches
+_RUN = "triton.compiler.CompiledKernel.run"
+_STATEMENTS = (
+    "stream = driver.active.get_current_stream(device)",
+    "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata, "
+    "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *bound_args.values())",
+)
+# Compiled kernels that were launched. Since Triton 3.8 a freed kernel is unloaded from the GPU, where a CUDA graph may
+# still launch it. Triton itself drops kernels: if two threads compile one at once it keeps one of the two, and none
+# after its caches are cleared
+_held: dict[int, Any] = {}
 # multiprocessors that the interpreter pretends to have: few, so that programs have several parts of the work even in
 # short problems
 _OF_A_CPU = 8
@@ -49,9 +61,46 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
 
 
-def uncached(kernel: triton.runtime.JITFunction, programs: int, *args: Any, **constants: Any) -> None:
-    """Launch a kernel through Triton and cache nothing."""
-    direct_launch.launch(kernel, programs, args, constants)
+class DirectLaunch(NamedTuple):
+    """Compiled kernel, and the arguments of its launcher besides the kernel's."""
+
+    run: Callable
+    function: Any
+    metadata: Any
+    rest: tuple  # the last parameters, for which the kernel was compiled
+
+    def __call__(self, programs: int, device: int, args: tuple) -> None:
+        # three times None: the launch metadata for hooks, and the two hooks
+        stream = compatibility.current_stream(device)
+        self.run(programs, 1, 1, stream, self.function, self.metadata, None, None, None, *args, *self.rest)
+
+
+    @classmethod
+    def of(
+        cls, kernel: triton.runtime.JITFunction, compiled: Any, args: tuple, constants: dict[str, Any]
+    ) -> "DirectLaunch":
+        # a compiled kernel is launched with all parameters in order, including those for which it was compiled
+        given = {parameter.name: parameter.default for parameter in kernel.params if parameter.has_default} | constants
+        rest = tuple(given[name] for name in kernel.arg_names[len(args) :])
+        return cls(compiled.run, compiled.function, compiled.packed_metadata, rest)
+
+
+def check_launches(source: str) -> None:
+    """Leave all launches to Triton unless the source of JITFunction.run makes them as DirectLaunch does."""
+    if not all(statement in " ".join(source.split()) for statement in _STATEMENTS):
+        reason = f"is called in another way by Triton {triton.__version__}: Triton makes all launches, which takes more"
+        compatibility.leave(_RUN, f"{reason} host time")
+
+
+check_launches(Path(inspect.getfile(triton.runtime.JITFunction)).read_text(encoding="utf-8"))
+
+
+def uncached(kernel: triton.runtime.JITFunction, programs: int, *args: Any, **constants: Any) -> Any:
+    """Launch through Triton. Return the compiled kernel, or None from the interpreter, which compiles nothing."""
+    compiled = kernel[(programs,)](*args, **constants)
+    if compiled is not None:
+        _held[id(compiled)] = compiled
+    return compiled
 
 
 def of_call(
@@ -67,7 +116,7 @@ def of_call(
     hooks = triton.knobs.runtime
     if device.type != "cuda" or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         return uncached
-    if not direct_launch.has_direct_launches():
+    if not compatibility.is_used(_RUN):
         return uncached
     misaligned, kinds = 0, [device, modes]
     for x in tensors:
@@ -92,10 +141,19 @@ class _Remembering:
     def __call__(self, kernel: triton.runtime.JITFunction, programs: int, *args: Any, **constants: Any) -> None:
         key = (kernel.fn, programs, *constants.values())
         direct = self.known.get(key)
-        if direct is not None:
-            direct(programs, self.device, args)
-        elif (direct := _launch_by_kinds(kernel, programs, self.device, args, constants)) is not None:
+        if direct is None:
+            kinds = kinds_of(args)
+            by_kinds = None if kinds is None else (self.device, kernel.fn, *constants.items(), kinds)
+            direct = _by_kinds.get(by_kinds)
+            if direct is None:
+                compiled = uncached(kernel, programs, *args, **constants)
+                if compiled is not None:
+                    self.known[key] = direct = DirectLaunch.of(kernel, compiled, args, constants)
+                    if by_kinds is not None:
+                        _by_kinds[by_kinds] = direct
+                return
             self.known[key] = direct
+        direct(programs, self.device, args)
 
 
 @functools.lru_cache(REMEMBERED)
@@ -107,23 +165,7 @@ def _remembering(kinds: tuple) -> _Remembering:
 # Kinds of arguments, which calls with other lengths share
 
 # by device, kernel, constants and kinds of arguments; one entry per compiled kernel, which Triton keeps too
-_by_kinds: dict[tuple, DirectLaunch] = {}
-
-
-def _launch_by_kinds(
-    kernel: triton.runtime.JITFunction, programs: int, device: int, args: tuple, constants: dict[str, Any]
-) -> DirectLaunch | None:
-    """Launch a kernel and return its DirectLaunch; None if the next launch must go through Triton."""
-    kinds = kinds_of(args)
-    if kinds is None:
-        return direct_launch.first_launch(kernel, programs, device, args, constants)
-    key = (device, kernel.fn, *constants.items(), kinds)
-    direct = _by_kinds.get(key)
-    if direct is not None:
-        direct(programs, device, args)
-    elif (direct := direct_launch.first_launch(kernel, programs, device, args, constants)) is not None:
-        _by_kinds[key] = direct
-    return direct
+_by_kinds: dict[tuple | None, DirectLaunch] = {}
 
 
 def kinds_of(args: tuple) -> tuple | None:

@@ -1,10 +1,10 @@
 """Launches: remembered ones equal Triton's own choice and arguments."""
 
 import gc
+import inspect
 import random
-import threading
-import time
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from decayattn import compatibility, decay_attention, decay_attention_varlen
 from decayattn.backends.registry import load
-from decayattn.backends.runtime import direct_launch, launching, tma
+from decayattn.backends.runtime import launching, tma
 from decayattn.backends.runtime.strided import Strided
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the interpreter compiles nothing")
@@ -98,7 +98,7 @@ def log(monkeypatch):
     forget_shared_memory()
     yield fake.log
     forget_shared_memory()
-    for compiled in direct_launch._held.values():
+    for compiled in launching._held.values():
         if getattr(compiled, "module", None) is MODULE:
             compiled.module = None  # else Triton unloads it when Python ends, from a GPU that is not there
 
@@ -115,7 +115,6 @@ def kernel_of_anything(log):
 
 
 def anew(function):
-    direct_launch._compared.discard(function)
     launching._by_kinds.clear()
     launching._remembering.cache_clear()
     return JITFunction(function)
@@ -214,96 +213,17 @@ def test_cleared_caches_and_freed_kernels(log, kernel):
     assert [entry[0] for entry in log] == ["asked", "launched", "asked", "launched", "launched"]
 
 
-def test_threads_compile_a_kernel_once(log, kernel, monkeypatch):
-    x, compiled, both = torch.zeros(2, 8), [], threading.Barrier(2)
-    compile_kernel = JITFunction._do_compile
-
-    def slowly(self, *args):
-        time.sleep(0.1)
-        compiled.append(compile_kernel(self, *args))
-        return compiled[-1]
-
-    monkeypatch.setattr(JITFunction, "_do_compile", slowly)
-
-    def launch():
-        both.wait()
-        launching.of_call(GPU, (x,), "threads", threading.get_ident())(kernel, 1, x, 7, WIDTH=16, MODE="a")
-
-    threads = [threading.Thread(target=launch) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(compiled) == 1
-    assert sorted(entry[0] for entry in log) == ["asked", "asked", "launched", "launched"]
-
-
-class LaterTriton:
-    """A kernel of a Triton that launches in a way of its own."""
-
-    fn, params, arg_names = fill, (), ("x", "count")
-
-    def __init__(self, way, compiled):
-        self.way, self.compiled, self.asked = way, compiled, 0
-
-    def warmup(self, *args, grid, **constants):
-        return self.compiled
-
-    def __getitem__(self, grid):
-        def launch(*args, **constants):
-            self.asked += 1
-            hooks = triton.knobs.runtime
-            self.way(self.compiled, (*grid, 1, 1), (None, hooks.launch_enter_hook, hooks.launch_exit_hook), args)
-            return self.compiled
-
-        return launch
-
-
-class Compiled:
-    """A compiled kernel of that Triton."""
-
-    function, packed_metadata = "function", "metadata"
-
-    def __init__(self):
-        self.passed = []
-        self._run = lambda *args: self.passed.append(args)
-
-    @property
-    def run(self):
-        return self._run
-
-
-WAYS = {
-    "more arguments": lambda c, grid, hooks, args: c.run(*grid, 17, "function", "metadata", "more", *hooks, *args),
-    "another stream": lambda c, grid, hooks, args: c.run(*grid, 18, "function", "metadata", *hooks, *args),
-    "another order": lambda c, grid, hooks, args: c.run(*grid, 17, "metadata", "function", *hooks, *args),
-    "other values": lambda c, grid, hooks, args: c.run(*grid, 17, "function", "metadata", *hooks, args[0], args[1] + 1),
-    "other hooks": lambda c, grid, hooks, args: c.run(*grid, 17, "function", "metadata", *hooks[:2], None, *args),
-    "another name": lambda c, grid, hooks, args: c.passed.append(args),
-    "no run": lambda c, grid, hooks, args: None,
-    "no metadata": lambda c, grid, hooks, args: c.run(*grid, 17, "function", "metadata", *hooks, *args),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_another_way_to_launch_is_left_to_triton(way, monkeypatch):
+def test_another_way_to_launch_is_left_to_triton(log, kernel, monkeypatch):
+    source = Path(inspect.getfile(JITFunction)).read_text()
+    launching.check_launches(source)
+    assert compatibility.fallbacks() == []
     monkeypatch.setattr(compatibility, "_fallbacks", {})
-    monkeypatch.setattr(direct_launch, "_compared", set())
-    monkeypatch.setattr(compatibility, "current_stream", lambda device: 17 + device)
-    compiled, x = Compiled(), torch.zeros(8)
-    if way == "no run":
-        compiled = SimpleNamespace(function="function", packed_metadata="metadata")
-    if way == "no metadata":
-        compiled = type("Compiled", (Compiled,), {"packed_metadata": property()})()
-    kernel = LaterTriton(WAYS[way], compiled)
-    launch = launching.of_call(GPU, (x,), "another way", way)
-    with pytest.warns(RuntimeWarning, match="CompiledKernel.run of Triton .* is not that of 3.6 to 3.9"):
-        launch(kernel, 3, x, 7)
-    launch(kernel, 3, x, 7)  # of a call that began before
-    launching.of_call(GPU, (x,), "another way", way)(kernel, 3, x, 7)
-    assert kernel.asked == 3
+    launching.check_launches(source.replace("stream, kernel.function", "stream, kernel.more, kernel.function"))
     (fallback,) = compatibility.fallbacks()
-    assert "Triton makes all launches" in fallback
+    assert "CompiledKernel.run is called in another way" in fallback
+    for _ in range(2):
+        launching.of_call(GPU, (torch.zeros(8),), "another way")(kernel, 3, torch.zeros(8), 7, WIDTH=16, MODE="a")
+    assert [entry[0] for entry in log] == ["asked", "launched"] * 2
 
 
 def test_misaligned_tensors_and_cpus_are_not_remembered():
@@ -406,20 +326,14 @@ def test_remembered_kernels_are_those_that_triton_chooses(backend, monkeypatch):
             run(backend, **call)
     assert "forward_kernel" in launches
     assert "_scan_blocks" in launches
-    # Triton was seen to launch them so
     assert compatibility.fallbacks() == []
 
 
 @gpu
 def test_packed_batches_of_other_totals_ask_nothing(backend, monkeypatch):
     run(backend, packed=[0, 5, 5, 600, 643], length=643)
-    first_launch, asked = direct_launch.first_launch, []
-
-    def watched(kernel, *args):
-        asked.append(kernel.fn.__name__)
-        return first_launch(kernel, *args)
-
-    monkeypatch.setattr(direct_launch, "first_launch", watched)
+    asked = []
+    monkeypatch.setattr(launching, "uncached", lambda kernel, *_, **__: asked.append(kernel.fn.__name__))
     for total in (645, 647, 650):
         run(backend, packed=[0, 5, 5, 600, total], length=total)
     assert asked == []
