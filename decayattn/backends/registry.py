@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Protocol, cast, get_args
 
 import torch
@@ -27,28 +28,9 @@ AUTOMATIC: tuple[BackendName, ...] = ("hopper", "triton")
 NAMES = get_args(BackendName)
 
 
-class Append(Protocol):
-    """Append tokens to a cache. reference.append documents the arguments."""
-
-    def __call__(
-        self, cache: reference.CacheBuffers, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None
-    ) -> Tensor | None: ...
-
-
-class Decode(Protocol):
-    """Attention of the last T_q tokens of every cache entry: out and lse. reference.decode documents the arguments."""
-
-    def __call__(
-        self,
-        inputs: Inputs,
-        lengths: Tensor,
-        *,
-        alpha: Tensor | None = None,
-        first: Tensor | None = None,
-        left: int | None = None,
-        longest: int | None = None,
-        block_table: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
+# reference.append and reference.decode document the arguments
+Append = Callable[..., Tensor | None]
+Decode = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Decoder(Protocol):
@@ -204,16 +186,18 @@ def resolve(problem: AttentionProblem, name: str, inputs: Inputs) -> str:
     A suitable backend is profitable and takes these very tensors. A named backend that does not take them raises.
     """
     if name == "auto":
-        for kernel in AUTOMATIC:
-            if _is_profitable(problem, kernel) and not _objection(problem, kernel, inputs):
+        for kernel in _profitable(problem):
+            if not _objection(problem, kernel, inputs):
                 return kernel
     _refuse(name, _objection(problem, name, inputs))
     return name
 
 
-def _is_profitable(problem: AttentionProblem, name: str) -> bool:
-    backend = load(name)
-    return isinstance(backend, str) or backend.is_profitable(problem)
+@functools.lru_cache(256)
+def _profitable(problem: AttentionProblem) -> list[str]:
+    """Candidates of "auto" that no other backend is known to beat."""
+    backends = {name: load(name) for name in AUTOMATIC}
+    return [name for name, x in backends.items() if not isinstance(x, str) and x.is_profitable(problem)]
 
 
 def _objection(problem: AttentionProblem, name: str, inputs: Inputs) -> str | None:

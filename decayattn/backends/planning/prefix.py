@@ -26,9 +26,9 @@ from decayattn.backends.planning.sequences import (
     decay_blocks,
     fill_outside,
     offsets_of_head,
+    programs,
     sequence_of_program,
     tile_of_program,
-    token_programs,
 )
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.dependent_launch import let_next_start
@@ -104,19 +104,19 @@ def build(
     """
     prefix = allocate(problem, log_decay)
     sizes = (problem.key_length, problem.num_heads, sequences)
-    modes = dict(**constants(problem, sequences), BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS)
-    sums, blocks, programs = None, *_whole_sequences(problem)
+    modes = dict(**constants(problem), BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS)
+    sums, blocks, grid = None, *_whole_sequences(problem)
     if not _fits_a_program(problem):
         blocks, together = 1, math.gcd(problem.num_heads, _HEADS)
         sums = tuple(torch.empty_like(prefix.base, dtype=dtype) for dtype in (torch.float64, torch.int32, torch.int32))
         launch(
-            _block_totals, token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads // together),
+            _block_totals, programs(problem, DECAY_BLOCK, problem.num_heads // together, of_keys=True),
             strided(log_decay), prefix.beta, sums, *sizes, HEADS=together, num_warps=1, **modes,
         )
         log_decay = prefix.beta.mT  # λ, in the buffer in which the scan writes β
-        programs = token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads)
+        grid = programs(problem, DECAY_BLOCK, problem.num_heads, of_keys=True)
     launch(
-        _scan_blocks, programs,
+        _scan_blocks, grid,
         strided(log_decay), sums, prefix, split, factor, counter, *sizes, BLOCKS=blocks, CHUNK=_SCAN_CHUNK,
         num_warps=min(blocks, _MOST_WARPS), **modes,
     )
@@ -146,14 +146,14 @@ def gradient(
         fill_outside(problem, sequences, [(grad[..., None], 0.0)], of_keys=True, launch=launch)
     sizes = (problem.query_length, problem.key_length, problem.num_heads, sequences)
     segments = (prefix.last_reset, prefix.next_reset)
-    modes = dict(**constants(problem, sequences), BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS)
-    heads, blocks, programs = None, *_whole_sequences(problem)
+    modes = dict(**constants(problem), BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS)
+    heads, blocks, grid = None, *_whole_sequences(problem)
     if not _fits_a_program(problem):
         heads, blocks = torch.empty_like(prefix.base), 1
-        programs = token_programs(problem, sequences, DECAY_BLOCK, problem.num_heads)
-        launch(_segment_heads, programs, row_sums, column_sums, *segments, heads, *sizes, **modes)
+        grid = programs(problem, DECAY_BLOCK, problem.num_heads, of_keys=True)
+        launch(_segment_heads, grid, row_sums, column_sums, *segments, heads, *sizes, **modes)
     launch(
-        _reverse_sums, programs,
+        _reverse_sums, grid,
         row_sums, column_sums, *segments, heads, grad, grad.stride(), *sizes, BLOCKS=blocks, CHUNK=_SCAN_CHUNK,
         num_warps=_MOST_WARPS, **modes,
     )

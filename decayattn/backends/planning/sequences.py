@@ -6,6 +6,7 @@ by counting the ends at or before its block. The lengths are on the device, so t
 blocks and does not synchronise.
 """
 
+import functools
 from typing import NamedTuple
 
 import triton
@@ -76,8 +77,7 @@ def find(problem: AttentionProblem, bounds: Tensor | None, launch: Launch = laun
     )
     return Sequences(
         bounds, ends, count, problem.query_length, problem.key_length, decay_blocks(problem),
-        _most_blocks(problem, problem.query_length, problem.longest_query),
-        _most_blocks(problem, problem.key_length, problem.longest_key),
+        _most_blocks(problem, of_keys=False), _most_blocks(problem, of_keys=True),
     )
 
 
@@ -89,36 +89,36 @@ def decay_blocks(problem: AttentionProblem) -> int:
     return (problem.key_length + DECAY_BLOCK - 1) // DECAY_BLOCK  # symbolic lengths too
 
 
-def _most_blocks(problem: AttentionProblem, axis: int, longest: int) -> int:
+def _most_blocks(problem: AttentionProblem, of_keys: bool) -> int:
+    axis, longest = _lengths(problem, of_keys)
     blocks = problem.sequences * cdiv(longest, DECAY_BLOCK)
     return _rounded_up(min(blocks, axis // DECAY_BLOCK + problem.sequences) if problem.layout == "packed" else blocks)
+
+
+def _lengths(problem: AttentionProblem, of_keys: bool) -> tuple[int, int]:
+    """Length of the axis of rows (of_keys: tokens), and of the longest sequence."""
+    return (problem.key_length, problem.longest_key) if of_keys else (problem.query_length, problem.longest_query)
 
 
 def _rounded_up(number: int) -> int:
     return cdiv(number, 16) * 16
 
 
-def row_programs(problem: AttentionProblem, sequences: Sequences | None, tile: int, heads: int) -> int:
-    """Programs of a launch with one per tile of rows and head."""
-    if sequences is None:
-        return cdiv(problem.query_length, tile) * problem.batch * heads
-    return sequences.row_blocks * (DECAY_BLOCK // tile) * heads
+def programs(problem: AttentionProblem, tile: int, heads: int, of_keys: bool) -> int:
+    """Programs of a launch with one per head and tile of rows (of_keys: tokens)."""
+    if problem.layout == "dense":
+        return cdiv(_lengths(problem, of_keys)[0], tile) * problem.batch * heads
+    return _most_blocks(problem, of_keys) * (DECAY_BLOCK // tile) * heads
 
 
-def token_programs(problem: AttentionProblem, sequences: Sequences | None, tile: int, heads: int) -> int:
-    """Programs of a launch with one per tile of tokens and head."""
-    if sequences is None:
-        return cdiv(problem.key_length, tile) * problem.batch * heads
-    return sequences.token_blocks * (DECAY_BLOCK // tile) * heads
-
-
-def constants(problem: AttentionProblem, sequences: Sequences | None) -> dict[str, bool | int]:
+@functools.lru_cache(launching.REMEMBERED)
+def constants(problem: AttentionProblem) -> dict[str, bool | int]:
     """Constants that kernels with `tile_of_program` are compiled for.
 
     PACKED: all sequences are in one batch entry. SEARCHES: number of searches that find one sequence among all.
     """
     searches = 1
-    while sequences is not None and _CHUNK**searches < sequences.count:
+    while problem.layout != "dense" and _CHUNK**searches < _rounded_up(problem.sequences):
         searches += 1
     return {"PACKED": problem.layout == "packed", "SEARCHES": searches}
 

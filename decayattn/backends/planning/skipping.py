@@ -130,12 +130,12 @@ def plan(
         of_blocks, of_granules = terms
     # two blocks of a packed or padded problem may belong to two sequences
     most = MOST_TOGETHER if sequences is None else _DECAY_BLOCK // _GRANULE
-    together = programs_together(packing.row_programs(problem, sequences, _GRANULE, problem.num_heads), most)
+    together = programs_together(packing.programs(problem, _GRANULE, problem.num_heads, of_keys=False), most)
     launch(
-        _find_first_blocks, packing.row_programs(problem, sequences, _GRANULE * together, problem.num_heads),
+        _find_first_blocks, packing.programs(problem, _GRANULE * together, problem.num_heads, of_keys=False),
         prefix.last_reset, prefix.next_reset, of_blocks, (of_granules, of_granules.stride(1) // 2), first_block,
         sequences, _left(problem), math.log2(problem.skip_tolerance), _sizes(problem, granules), CHUNK=CHUNK,
-        TOGETHER=together, num_warps=1, **_constants(problem, sequences), **COMPILER_OPTIONS,
+        TOGETHER=together, num_warps=1, DECAY=problem.decay, **packing.constants(problem), **COMPILER_OPTIONS,
     )
     return first_block
 
@@ -156,7 +156,7 @@ def summaries(
     row_bytes = width * q.element_size()
     # packed or padded, the keys of one block belong to one sequence
     most = MOST_TOGETHER if sequences is None else 1
-    together = programs_together(packing.token_programs(problem, sequences, _DECAY_BLOCK, problem.num_heads), most)
+    together = programs_together(packing.programs(problem, _DECAY_BLOCK, problem.num_heads, of_keys=True), most)
     traits = _Traits(
         d=problem.head_dim,
         width=width,
@@ -167,7 +167,7 @@ def summaries(
         stages=2 if row_bytes <= _PREFETCHED_ROW else 1,
         prunes=prunes,
     )
-    programs = packing.token_programs(problem, sequences, _DECAY_BLOCK * together, problem.num_heads)
+    programs = packing.programs(problem, _DECAY_BLOCK * together, problem.num_heads, of_keys=True)
     if programs:
         launch(
             _summarise, programs,
@@ -175,13 +175,9 @@ def summaries(
             strided(log_decay) if problem.decay == "constant" else None, prefix, of_blocks, of_granules, sequences,
             _left(problem), math.log2(problem.skip_tolerance), _sizes(problem, granules), TRAITS=traits,
             num_warps=2 if row_bytes < _PREFETCHED_ROW else 4 if row_bytes <= 2 * _PREFETCHED_ROW else 8,
-            **_constants(problem, sequences), **COMPILER_OPTIONS,
+            DECAY=problem.decay, **packing.constants(problem), **COMPILER_OPTIONS,
         )
     return of_blocks, of_granules
-
-
-def _constants(problem: AttentionProblem, sequences: Sequences | None) -> dict[str, bool | int | str]:
-    return dict(DECAY=problem.decay, **packing.constants(problem, sequences))
 
 
 def _left(problem: AttentionProblem) -> int | None:
@@ -212,8 +208,8 @@ def last_granules(
     blocks = packing.decay_blocks(problem)
     last = torch.empty(problem.batch, problem.num_heads, blocks, dtype=torch.int32, device=first_block.device)
     launch(
-        _find_last_granules, packing.token_programs(problem, sequences, _DECAY_BLOCK, problem.num_heads),
-        first_block, last, sequences, _sizes(problem, first_block.shape[-1]), **packing.constants(problem, sequences),
+        _find_last_granules, packing.programs(problem, _DECAY_BLOCK, problem.num_heads, of_keys=True),
+        first_block, last, sequences, _sizes(problem, first_block.shape[-1]), **packing.constants(problem),
         CHUNK=CHUNK, num_warps=1, **COMPILER_OPTIONS,
     )
     return last

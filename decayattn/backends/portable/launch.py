@@ -1,7 +1,7 @@
 """Launches of the portable attention kernels: their buffers, tiles, memory paths and grids."""
 
 import functools
-from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
-from decayattn.backends.planning.sequences import Sequences, fill_outside, row_programs, token_programs
+from decayattn.backends.planning.sequences import Sequences, fill_outside, programs
 from decayattn.backends.portable import config
 from decayattn.backends.portable.backward import (
     gradients_kernel,
@@ -69,38 +69,41 @@ def forward(
     problem: AttentionProblem, inputs: Inputs, with_lse: bool = False, precomputed: Precomputed | None = None
 ) -> tuple[Tensor, Tensor | None, Saved]:
     """Return out (B, T_q, H, D_v), lse (B, H, T_q) or None, and the tensors that the backward reads."""
-    q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
-    scale, bounds, bias = inputs.any_scale, inputs.bounds, _bias_to_read(inputs)
+    q, k, v, log_decay, row_scale, bounds, _, sink, scale = inputs
+    bias = _bias_to_read(inputs)
     with launching.on_device(problem.device):
         results = outputs.allocate(problem, q, with_lse, precomputed)
         out, row_lse2, lse = results
         if problem.is_empty:
             results.fill()
             return out, lse, Saved(row_lse2, *decay_prefix.allocate(problem, q), skipping.allocate(problem, q))
-        q, k, v = (_in_lines(x) for x in (q, k, v))
-        sink = None if inputs.sink is None else inputs.sink.contiguous()
-        given = (q, k, v, log_decay, _tensor(scale), bounds, bias, sink, None if precomputed is None else out)
+        q, k, v = _in_lines(q), _in_lines(k), _in_lines(v)
+        sink = None if sink is None else sink.contiguous()
+        given = (q, k, v, log_decay, row_scale, bounds, bias, sink, None if precomputed is None else out)
         terms, key_decay = (None, None) if precomputed is None else (precomputed.terms, precomputed.key_decay)
-        modes = problem, skipping.is_planned(problem), _shape(bias), with_lse, terms is None
+        modes = problem, skipping.is_planned(problem), None if bias is None else bias.shape, with_lse, terms is None
         launch = launching.of_call(problem.device, given, *modes)
-        sequences = sequence_blocks.find(problem, bounds, launch)
-        fill_outside(problem, sequences, results.of_no_key(), launch=launch)
+        sequences = None
+        if bounds is not None:
+            sequences = sequence_blocks.find(problem, bounds, launch)
+            fill_outside(problem, sequences, results.of_no_key(), launch=launch)
         if key_decay is not None:
             prefix = key_decay.prefix
         elif log_decay is not None and problem.decay == "scalar":
             prefix = decay_prefix.build(problem, log_decay, sequences=sequences, launch=launch)
         else:
             prefix = decay_prefix.allocate(problem, q)
-        first_block = skipping.plan(problem, q, k, log_decay, scale, prefix, sequences, launch, terms)
-        tile = _tile_of_few(problem) or _tiles(config.FORWARD, problem, q, k, v)
-        programs = row_programs(problem, sequences, tile.block_m, problem.num_heads)
+        first_block = skipping.plan(problem, q, k, log_decay, inputs.any_scale, prefix, sequences, launch, terms)
+        most = _MOST_PROGRAMS_OF_FEW * launching.multiprocessors(problem.device)
+        tile = _small_tile(problem, config.arch(problem.device), most, gradients=False)
+        tile = tile or _tiles(config.FORWARD, problem, q, k, v)
+        fixed = _fixed(problem, tile, config.dot_precision())
         launch(
-            forward_kernel, programs,
+            forward_kernel, fixed.row_programs,
             *_descriptors(problem, tile, q, k, v), _tiled(tile, sequences, (v,), q, k, v), strided(out),
-            (row_lse2, lse), strided(_tensor(scale)), _decay(problem, log_decay, prefix), sequences,
-            skipping.as_argument(problem, first_block), _window(problem), broadcast(bias), sink, _scale_number(scale),
-            Sizes(problem.query_length, problem.key_length, problem.num_heads),
-            **_constants(problem, sequences, tile),
+            (row_lse2, lse), strided(row_scale), _decay(problem, log_decay, prefix), sequences,
+            skipping.as_argument(problem, first_block), fixed.window, broadcast(bias), sink, scale, fixed.sizes,
+            **fixed.constants,
         )
         return out, lse, Saved(row_lse2, *prefix, first_block)
 
@@ -116,15 +119,15 @@ def backward(
     dq: Tensor | None = None,
 ) -> Gradients:
     """Return the gradients of q, k, v and a scale per row, and as requested of log_decay and bias."""
-    q, k, v, log_decay = inputs.q, inputs.k, inputs.v, inputs.log_decay
-    scale, bounds, bias = inputs.any_scale, inputs.bounds, _bias_to_read(inputs)
+    q, k, v, log_decay, row_scale, bounds, _, sink, scale = inputs
+    bias = _bias_to_read(inputs)
     # None if their gradient is not requested
     decay_gradient, bias_gradient, _ = requested
     decay_leaf, bias_leaf = log_decay if decay_gradient else None, bias if bias_gradient else None
     row_lse2, prefix, first_block = saved.row_lse2, saved.prefix, saved.first_block
     with launching.on_device(problem.device):
         dq = contiguous_like(q) if dq is None else dq
-        dk, dv = map(contiguous_like, (k, v))
+        dk, dv = contiguous_like(k), contiguous_like(v)
         row_scale_grad = torch.empty_like(row_lse2) if problem.row_scale else None
         if problem.is_empty:
             for gradient in (dq, dk, dv, row_scale_grad):
@@ -134,7 +137,7 @@ def backward(
             d_log_decay, d_bias = (None if x is None else torch.zeros_like(x) for x in (decay_leaf, bias_leaf))
             return Gradients(dq, dk, dv, d_log_decay, d_scale, d_bias)
 
-        q, k, v, d_out = (_in_lines(x) for x in (q, k, v, d_out))
+        q, k, v, d_out = _in_lines(q), _in_lines(k), _in_lines(v), _in_lines(d_out)
         delta = torch.empty_like(row_lse2)
         decay_sums = torch.empty_like(row_lse2) if decay_gradient else None
         column_sums = None
@@ -144,59 +147,60 @@ def backward(
         score_sums = sink_probability = None
         if decay_gradient and problem.decay == "constant" and q.dtype.itemsize == 2:
             score_sums = torch.empty_like(row_lse2)
-            sink_probability = None if inputs.sink is None else saved.sink_probability
-        given = (q, k, v, log_decay, _tensor(scale), bounds, bias, d_out, d_lse, out, dq, sink_probability)
+            sink_probability = None if sink is None else saved.sink_probability
+        given = (q, k, v, log_decay, row_scale, bounds, bias, d_out, d_lse, out, dq, sink_probability)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        asked = (decay_gradient, bias_gradient, deterministic)
-        modes = (problem, skipping.is_planned(problem), _shape(bias), *asked)
+        planned, bias_shape = skipping.is_planned(problem), None if bias is None else bias.shape
+        modes = problem, planned, bias_shape, decay_gradient, bias_gradient, deterministic
         launch = launching.of_call(problem.device, given, *modes, saved=(row_lse2, *prefix, first_block))
-        sequences = sequence_blocks.find(problem, bounds, launch)
-        per_row = [x for x in (row_scale_grad, decay_sums) if x is not None]
-        fill_outside(problem, sequences, [(x, 0.0) for x in (dq, *per_row)], launch=launch)
-        fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
-        window = _window(problem)
+        sequences = None
+        if bounds is not None:
+            sequences = sequence_blocks.find(problem, bounds, launch)
+            fills = [(x, 0.0) for x in (dq, row_scale_grad, decay_sums) if x is not None]
+            fill_outside(problem, sequences, fills, launch=launch)
+            fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
         plan = mirror = skipping.as_argument(problem, first_block)
         if plan is not None:
             mirror = skipping.as_argument(problem, skipping.last_granules(problem, first_block, sequences, launch))
-        head_rows = problem.batch * problem.num_heads
         launch(
-            row_terms_kernel, cdiv(problem.query_length, _ROW_TERMS_BLOCK) * head_rows,
+            row_terms_kernel, cdiv(problem.query_length, _ROW_TERMS_BLOCK) * problem.batch * problem.num_heads,
             strided(out), strided(d_out), strided(d_lse), row_lse2, sink_probability, delta, score_sums,
             problem.query_length, problem.num_heads, D_V=problem.value_dim, BLOCK_M=_ROW_TERMS_BLOCK,
             BLOCK_DV=padded(problem.value_dim), **COMPILER_OPTIONS,
         )
 
-        row_terms = RowTerms(row_lse2, delta, strided(_tensor(scale)), score_sums)
+        row_terms = RowTerms(row_lse2, delta, strided(row_scale), score_sums)
         decay = _decay(problem, log_decay, prefix)
         of_keys = KeyGradients(strided(dk), strided(dv), column_sums)
         d_bias, shared_bias = None, False
         if bias_leaf is not None:
             d_bias, shared_bias = _bias_gradient(problem, bias_leaf, row_lse2, deterministic)
         of_queries = QueryGradients(strided(dq), decay_sums, row_scale_grad, broadcast(d_bias))
-        key_sizes = Sizes(problem.query_length, problem.key_length, problem.num_kv_heads)
-        tile = _tile_of_both(problem)
+        precision, most = config.dot_precision(), _MOST_PROGRAMS_OF_BOTH * launching.multiprocessors(problem.device)
+        tile = _small_tile(problem, config.arch(problem.device), most, gradients=True)
         if tile is not None:
-            key_programs = token_programs(problem, sequences, tile.block_n, problem.num_kv_heads)
+            fixed = _fixed(problem, tile, precision)
             launch(
-                gradients_kernel, key_programs + row_programs(problem, sequences, tile.block_m, problem.num_heads),
+                gradients_kernel, fixed.key_programs + fixed.row_programs,
                 _tiled(tile, sequences, (), q, k, v, d_out), row_terms, decay, of_queries, of_keys, plan, mirror,
-                window, _scale_number(scale), key_sizes, key_programs, **_constants(problem, sequences, tile),
+                fixed.window, scale, fixed.key_sizes, fixed.key_programs, **fixed.constants,
             )
         else:
             tile = _tiles(config.KEY_GRADIENTS, problem, q, k, v, d_out)
+            fixed = _fixed(problem, tile, precision)
             launch(
-                key_gradients_kernel, token_programs(problem, sequences, tile.block_n, problem.num_kv_heads),
+                key_gradients_kernel, fixed.key_programs,
                 *_descriptors(problem, tile, q, k, v, d_out), _tiled(tile, sequences, (q, d_out), q, k, v, d_out),
-                row_terms, decay, of_keys, sequences, mirror, window, broadcast(bias), _scale_number(scale), key_sizes,
-                **_constants(problem, sequences, tile),
+                row_terms, decay, of_keys, sequences, mirror, fixed.window, broadcast(bias), scale, fixed.key_sizes,
+                **fixed.constants,
             )
             tile = _tiles(config.QUERY_GRADIENTS, problem, q, k, v, d_out)
+            fixed = _fixed(problem, tile, precision, shared_bias)
             launch(
-                query_gradients_kernel, row_programs(problem, sequences, tile.block_m, problem.num_heads),
+                query_gradients_kernel, fixed.row_programs,
                 *_descriptors(problem, tile, q, k, v, d_out), _tiled(tile, sequences, (k, v), q, k, v, d_out),
-                row_terms, decay, of_queries, sequences, plan, window, broadcast(bias), _scale_number(scale),
-                Sizes(problem.query_length, problem.key_length, problem.num_heads),
-                **_constants(problem, sequences, tile, shared_bias),
+                row_terms, decay, of_queries, sequences, plan, fixed.window, broadcast(bias), scale, fixed.sizes,
+                **fixed.constants,
             )
 
         d_log_decay = None
@@ -212,12 +216,6 @@ def backward(
             shape = bias_leaf.shape
             d_bias = d_bias.sum_to_size((1,) * (4 - len(shape)) + shape).reshape(shape).to(bias_leaf.dtype)
         return Gradients(dq, dk, dv, d_log_decay, d_scale, d_bias)
-
-
-def _window(problem: AttentionProblem) -> Window:
-    """Largest distances that a query sees; None compiles to nothing, so a call without a window costs nothing."""
-    left, right = (side if side >= 0 else None for side in problem.window)
-    return Window(left, right)
 
 
 def _decay(problem: AttentionProblem, log_decay: Tensor | None, prefix: DecayPrefix) -> Decay:
@@ -248,37 +246,22 @@ def _tiles(kernel: config.Kernel, problem: AttentionProblem, *tiled: Tensor) -> 
     return config.choose(kernel, gpu, dim, problem.dtype, descriptors, problem.layout != "dense")
 
 
-def _tile_of_few(problem: AttentionProblem) -> TileConfig | None:
-    """Tile of a forward with few programs; None if it has more."""
-    tile = _own_tile(problem, config.forward_of_few)
-    if tile is None:
-        return None
-    programs = row_programs(problem, None, tile.block_m, problem.num_heads)
-    most = _MOST_PROGRAMS_OF_FEW * launching.multiprocessors(problem.device)
-    return tile if programs <= most else None
+@functools.lru_cache(launching.REMEMBERED)
+def _small_tile(problem: AttentionProblem, arch: str, most_programs: int, gradients: bool) -> TileConfig | None:
+    """Tile of a small problem without a bias, with sequences that fill their batch entries; None for any other problem.
 
-
-def _tile_of_both(problem: AttentionProblem) -> TileConfig | None:
-    """Tile for one launch that makes the gradients of keys and of queries side by side.
-
-    None if either fills the GPU alone: two launches then follow one another, each with its own tiles.
+    It is that of a forward, or of one launch that makes the gradients of keys and of queries side by side. If either of
+    these fills the GPU alone, two launches follow one another, each with its own tiles.
     """
-    tile = _own_tile(problem, config.both_gradients)
-    if tile is None:
-        return None
-    programs = row_programs(problem, None, tile.block_m, problem.num_heads)
-    programs += token_programs(problem, None, tile.block_n, problem.num_kv_heads)
-    most = _MOST_PROGRAMS_OF_BOTH * launching.multiprocessors(problem.device)
-    return tile if programs <= most else None
-
-
-def _own_tile(
-    problem: AttentionProblem, choose: Callable[[str, int, torch.dtype], TileConfig | None]
-) -> TileConfig | None:
-    """Tile of a small problem without a bias, with sequences that fill their batch entries."""
     if problem.layout != "dense" or problem.bias:
         return None
-    return choose(config.arch(problem.device), max(padded(problem.head_dim), padded(problem.value_dim)), problem.dtype)
+    choose = config.both_gradients if gradients else config.forward_of_few
+    tile = choose(arch, max(padded(problem.head_dim), padded(problem.value_dim)), problem.dtype)
+    if tile is None:
+        return None
+    number = programs(problem, tile.block_m, problem.num_heads, of_keys=False)
+    number += programs(problem, tile.block_n, problem.num_kv_heads, of_keys=True) if gradients else 0
+    return tile if number <= most_programs else None
 
 
 def _widths(problem: AttentionProblem) -> tuple[int, int]:
@@ -305,41 +288,45 @@ def _in_lines(x: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:3], max(2, dim))[..., :dim].copy_(x)
 
 
-def _constants(
-    problem: AttentionProblem, sequences: Sequences | None, tile: TileConfig, shared_bias: bool = False
-) -> dict:
-    """Constants that an attention kernel is compiled for, and options of its launch."""
-    of_sequences = sequence_blocks.constants(problem, sequences).items()
-    return _constants_of(problem, tile, config.dot_precision(), shared_bias, *of_sequences)
+class _Fixed(NamedTuple):
+    """Properties of an attention kernel's launch that follow from the problem and its tile."""
+
+    row_programs: int
+    key_programs: int
+    window: Window
+    sizes: Sizes
+    key_sizes: Sizes
+    constants: dict[str, Any]  # those that the kernel is compiled for, and options of the launch
 
 
 @functools.lru_cache(launching.REMEMBERED)
-def _constants_of(
-    problem: AttentionProblem, tile: TileConfig, precision: str, shared_bias: bool,
-    *of_sequences: tuple[str, bool | int],
-) -> dict:
-    packed = dict(of_sequences)
+def _fixed(problem: AttentionProblem, tile: TileConfig, precision: str, shared_bias: bool = False) -> _Fixed:
+    packed, searches = sequence_blocks.constants(problem).values()
+    width, value_width = _widths(problem)
     traits = Traits(
-        packed=bool(packed["PACKED"]),
-        searches=packed["SEARCHES"],
+        packed=packed,
+        searches=searches,
         group=problem.num_heads // problem.num_kv_heads,
         d=problem.head_dim,
         d_v=problem.value_dim,
         block_m=tile.block_m,
         block_n=tile.block_n,
-        block_d=_widths(problem)[0],
-        block_dv=_widths(problem)[1],
+        block_d=width,
+        block_dv=value_width,
         decay=problem.decay,
         causal=problem.causal,
         row_cancels=problem.causal and problem.decay != "none" and problem.dtype.itemsize == 2,
         precision=precision,
         shared_bias=shared_bias,
     )
-    return dict(
-        TRAITS=traits,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **COMPILER_OPTIONS,
+    lengths = problem.query_length, problem.key_length
+    return _Fixed(
+        programs(problem, tile.block_m, problem.num_heads, of_keys=False),
+        programs(problem, tile.block_n, problem.num_kv_heads, of_keys=True),
+        # None compiles to nothing, so a call without a window costs nothing
+        Window(*(side if side >= 0 else None for side in problem.window)),
+        Sizes(*lengths, problem.num_heads), Sizes(*lengths, problem.num_kv_heads),
+        dict(TRAITS=traits, num_warps=tile.num_warps, num_stages=tile.num_stages, **COMPILER_OPTIONS),
     )
 
 
@@ -374,13 +361,9 @@ def _tiled(
     not enter a product.
     """
     needed = partial if sequences is not None else ()
-    return Tiled(
-        *(Strided(None if tile.descriptors and all(x is not y for y in needed) else x, x.stride()) for x in tensors)
-    )
-
-
-def _tensor(scale: Tensor | float) -> Tensor | None:
-    return scale if isinstance(scale, Tensor) else None
+    if not tile.descriptors:
+        return Tiled(*map(strided, tensors))
+    return Tiled(*(Strided(x if any(x is y for y in needed) else None, x.stride()) for x in tensors))
 
 
 def _bias_to_read(inputs: Inputs) -> Tensor | None:
@@ -395,11 +378,3 @@ def _bias_to_read(inputs: Inputs) -> Tensor | None:
     # convert each stored value once: a mask may be a view that repeats them
     once = bias[tuple(slice(1 if stride == 0 else None) for stride in bias.stride())]
     return once.int().expand(bias.shape)
-
-
-def _shape(bias: Tensor | None) -> torch.Size | None:
-    return None if bias is None else bias.shape
-
-
-def _scale_number(scale: Tensor | float) -> float:
-    return 1.0 if isinstance(scale, Tensor) else scale
