@@ -9,7 +9,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,22 +29,6 @@ class Modes(NamedTuple):
     backend: BackendName
 
 
-_SCHEMA_TYPES = {
-    Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", BackendName: "str",
-    Sequence[int]: "SymInt[]", Sequence[int] | None: "SymInt[]?",
-}
-
-
-def _arguments(fields: type) -> str:
-    """Schema of a NamedTuple's fields as an operator's arguments."""
-    return ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(fields).items())
-
-
-def _results(fields: type) -> str:
-    """Schema of a NamedTuple's fields as an operator's results: tensors only."""
-    return ", ".join(f"Tensor {name}" for name in get_type_hints(fields))
-
-
 # numbers of arguments in an operator's schema; the last input is the only one that is not a tensor
 _INPUTS, _TENSORS, _SAVED = len(Inputs._fields), len(Inputs._fields) - 1, len(Saved._fields)
 _CALL = _INPUTS + len(Modes._fields)
@@ -53,12 +37,16 @@ _requested = operator.itemgetter(*map(Inputs._fields.index, ("log_decay", "bias"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _PLAIN = {Tensor, torch.nn.Parameter}
 
+_CALL_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? row_scale, Tensor? bounds, Tensor? bias, Tensor? sink, "
+    "float scale, bool causal, SymInt[] window, SymInt[]? longest, float skip_tolerance, str backend"
+)
 _SCHEMAS = {
-    "decayattn::forward":
-        f"({_arguments(Inputs)}, {_arguments(Modes)}, bool with_lse) -> (Tensor out, Tensor lse, {_results(Saved)})",
-    "decayattn::backward":
-        f"({_arguments(Inputs)}, {_arguments(Modes)}, Tensor out, {_results(Saved)}, Tensor d_out, Tensor? d_lse, "
-        f"{_arguments(GradientRequest)}) -> ({_results(Gradients)})",
+    "decayattn::forward": f"({_CALL_SCHEMA}, bool with_lse) -> (Tensor out, Tensor lse, "
+        f"{', '.join(f'Tensor {name}' for name in Saved._fields)})",
+    "decayattn::backward": f"({_CALL_SCHEMA}, Tensor out, {', '.join(f'Tensor {name}' for name in Saved._fields)}, "
+        "Tensor d_out, Tensor? d_lse, bool decay_gradient, bool bias_gradient, bool sink_gradient) -> "
+        f"({', '.join(f'Tensor {name}' for name in Gradients._fields)})",
 }
 
 
@@ -102,7 +90,13 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Saved]:
     """`attention` without autograd, and the state for `backward`; no tracer sees either."""
     launcher, sink = registry.loaded(registry.resolve(problem, backend, inputs)), inputs.sink
-    out, lse, saved = launcher.forward(problem, inputs, with_lse or sink is not None, precomputed)
+    if problem.is_empty:
+        out = inputs.q.new_empty(_out_shape(problem)) if precomputed is None else precomputed.out
+        saved = _allocate_saved(problem, inputs.q)
+        lse: Tensor | None = torch.full_like(saved.row_lse2.fill_(torch.inf), -torch.inf)
+        out.zero_()
+    else:
+        out, lse, saved = launcher.forward(problem, inputs, with_lse or sink is not None, precomputed)
     if sink is not None:
         assert lse is not None  # requested above
         row_sink = sink.to(lse.dtype)[:, None]
@@ -120,10 +114,44 @@ def backward(
 ) -> Gradients:
     """Gradients of a `forward`. dq: output buffer for that of q; its last dimension is contiguous."""
     launcher = registry.loaded(registry.resolve(problem, backend, inputs))
-    gradients = launcher.backward(problem, inputs, out, saved, d_out, d_lse, requested, dq)
+    if problem.is_empty:
+        gradients = _allocate_gradients(inputs, saved, requested)
+        gradients = gradients._replace(dq=gradients.dq if dq is None else dq)
+        for x in gradients:
+            if x is not None:
+                x.zero_()
+    else:
+        gradients = launcher.backward(problem, inputs, out, saved, d_out, d_lse, requested, dq)
     if not requested.sink_gradient:
         return gradients
     return gradients._replace(d_sink=_sink_gradient(inputs, out, saved, d_out, d_lse))
+
+
+def _out_shape(problem: AttentionProblem) -> tuple[int, ...]:
+    return problem.batch, problem.query_length, problem.num_heads, problem.value_dim
+
+
+def _allocate_saved(problem: AttentionProblem, q: Tensor, flat_base: bool = False) -> Saved:
+    """Uninitialised state of a forward, without that of a sink."""
+    from decayattn.backends.planning import prefix, skipping  # they import Triton
+
+    rows = problem.batch, problem.num_heads, problem.query_length
+    row_lse2 = q.new_empty(rows, dtype=problem.accumulator_dtype)
+    return Saved(row_lse2, *prefix.allocate(problem, q, flat_base), skipping.allocate(problem, q))
+
+
+def _allocate_gradients(inputs: Inputs, saved: Saved, requested: GradientRequest) -> Gradients:
+    """Uninitialised gradients."""
+
+    def contiguous(x: Tensor | None, is_requested: bool = True) -> Any:
+        return x.new_empty(x.shape) if x is not None and is_requested else None
+
+    return Gradients(
+        contiguous(inputs.q), contiguous(inputs.k), contiguous(inputs.v),
+        contiguous(inputs.log_decay, requested.decay_gradient),
+        torch.empty_like(saved.row_lse2).transpose(1, 2) if inputs.row_scale is not None else None,
+        contiguous(inputs.bias, requested.bias_gradient), contiguous(inputs.sink, requested.sink_gradient),
+    )
 
 
 def _sink_gradient(inputs: Inputs, out: Tensor, saved: Saved, d_out: Tensor, d_lse: Tensor | None) -> Tensor:
@@ -186,36 +214,19 @@ def _backward_operator(*arguments):
 
 
 def _forward_fake(*arguments):
-    from decayattn.backends.planning import prefix, skipping  # they import Triton
-
     inputs, modes, (with_lse,) = _split(arguments)
     problem, q = _problem_of(inputs, modes), inputs.q
-    rows = (problem.batch, problem.num_heads, problem.query_length)
-    saved = Saved(
-        q.new_empty(rows, dtype=problem.accumulator_dtype), *prefix.allocate(problem, q, flat_base=True),
-        skipping.allocate(problem, q), q.new_empty(0 if inputs.sink is None else rows, dtype=problem.accumulator_dtype),
+    saved = _allocate_saved(problem, q, flat_base=True)
+    lse, sink_probability = (
+        torch.empty_like(saved.row_lse2) if exists else saved.row_lse2.new_empty(0)
+        for exists in (with_lse, inputs.sink is not None)
     )
-    out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
-    return out, q.new_empty(rows if with_lse else 0, dtype=problem.accumulator_dtype), *saved
+    return q.new_empty(_out_shape(problem)), lse, *saved._replace(sink_probability=sink_probability)
 
 
 def _backward_fake(*arguments):
     inputs, _, _, saved, _, _, requested = _split_backward(arguments)
-    like = saved.row_lse2
-
-    def contiguous(x: Tensor) -> Tensor:
-        return x.new_empty(x.shape)
-
-    gradients = Gradients(
-        dq=contiguous(inputs.q),
-        dk=contiguous(inputs.k),
-        dv=contiguous(inputs.v),
-        d_log_decay=contiguous(inputs.log_decay) if requested.decay_gradient else None,
-        d_row_scale=torch.empty_like(like).transpose(1, 2) if inputs.row_scale is not None else None,
-        d_bias=contiguous(inputs.bias) if requested.bias_gradient else None,
-        d_sink=contiguous(inputs.sink) if requested.sink_gradient else None,
-    )
-    return tuple(_tensor(x, like) for x in gradients)
+    return tuple(_tensor(x, saved.row_lse2) for x in _allocate_gradients(inputs, saved, requested))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

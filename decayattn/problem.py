@@ -175,22 +175,11 @@ class Saved(NamedTuple):
         return DecayPrefix(self.beta, self.base, self.last_reset, self.next_reset)
 
 
-class KeyDecay(NamedTuple):
-    """Tensors that a backend derives from log_decay, for one dense forward. Other backends can use only the prefix."""
-
-    prefix: DecayPrefix
-    # for the Hopper kernels: log_decay split for products, and the counter of their scheduler
-    splits: Tensor | None = None
-    bases: Tensor | None = None
-    counter: Tensor | None = None
-
-
 class Precomputed(NamedTuple):
     """Parts of a forward that the caller has precomputed."""
 
     out: Tensor  # (B, T_q, H, D_v), the output buffer; its last dimension is contiguous
     terms: tuple[Tensor, Tensor] | None = None  # skipping.summaries, of at most the call's granules
-    key_decay: KeyDecay | None = None
 
 
 class GradientRequest(NamedTuple):

@@ -16,7 +16,6 @@ from decayattn.problem import (
     GradientRequest,
     Gradients,
     Inputs,
-    KeyDecay,
     Precomputed,
     Saved,
 )
@@ -66,9 +65,6 @@ class Backend(Protocol):
 
     def is_profitable(self, problem: AttentionProblem) -> bool:
         """True if no other backend is known to be faster."""
-
-    def decay_of_keys(self, problem: AttentionProblem, inputs: Inputs) -> KeyDecay:
-        """Compute the decay's part of `forward`s with the same dense keys and any queries."""
 
     def forward(
         self, problem: AttentionProblem, inputs: Inputs, with_lse: bool = False, precomputed: Precomputed | None = None

@@ -72,24 +72,21 @@ def attention(
             "reach: expected a number in a CUDA graph, because the host waits for the size of a planned halo, got "
             "None; pass reach, or mode='heads'"
         )
-    key_decay, tolerance = None, tolerance_share(problem) if planned else problem.skip_tolerance
+    tolerance = tolerance_share(problem) if planned else problem.skip_tolerance
     with torch.no_grad():
-        if planned and kernels is not None and not packed:  # shared by the plan and the far rows
-            key_decay = registry.loaded(kernels).decay_of_keys(problem, inputs)
-        prefix = None if key_decay is None else key_decay.prefix
-        plan, terms = make_plan(slices, problem, inputs, limits, tolerance if planned else 0.0, check, prefix)
+        plan, terms = make_plan(slices, problem, inputs, limits, tolerance if planned else 0.0, check)
     rows = slices.length if packed else _near_rows(plan, 1 if terms is None else GRANULE)
     if terms is not None:
         terms = terms[0], terms[1][:, :, rows // GRANULE :]  # of blocks and of granules
     settings = Settings(plan, rows, limits, tolerance, backend, return_lse, inputs.scale)
-    return TwoCalls.apply(*inputs[:5], inputs.sink, settings, (terms, key_decay), check)
+    return TwoCalls.apply(*inputs[:5], inputs.sink, settings, terms, check)
 
 
 class TwoCalls(torch.autograd.Function):
     """q, k, v, λ, scales and sink of a slice → out, and lse if requested."""
 
     @staticmethod
-    def forward(ctx, q, k, v, log_decay, row_scale, sink, settings, precomputed, check):
+    def forward(ctx, q, k, v, log_decay, row_scale, sink, settings, terms, check):
         ctx.set_materialize_grads(False)
         # not the check: it has the group, which must not live as long as a graph
         ctx.settings, inputs = settings, Inputs(q, k, v, log_decay, row_scale, sink=sink, scale=settings.scale)
@@ -97,7 +94,7 @@ class TwoCalls(torch.autograd.Function):
         plan, rows, with_lse, length = settings.plan, settings.rows, settings.return_lse, q.shape[1]
         far_lse, of_far = None, ()
         if rows < length:
-            far_lse, of_far = _far(inputs, settings).forward(with_lse, Precomputed(out[:, rows:], *precomputed))
+            far_lse, of_far = _far(inputs, settings).forward(with_lse, Precomputed(out[:, rows:], terms))
         parts = [k, v, None if log_decay is None or log_decay.ndim == 1 else log_decay]
         extended = fetch_halo(plan, parts, rows, check)
         near_lse, of_near = _near(inputs, extended, settings).forward(with_lse, Precomputed(out[:, :rows]))

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from decayattn.distributed.collectives import Slices, all_gather, on_device
 from decayattn.distributed.option_check import OptionCheck, refuse_raised
-from decayattn.problem import AttentionProblem, DecayPrefix, Inputs, is_reset
+from decayattn.problem import AttentionProblem, Inputs, is_reset
 
 _NEVER = 2**31 - 1
 
@@ -99,14 +99,13 @@ def tolerance_share(problem: AttentionProblem) -> float:
 
 def make_plan(
     slices: Slices, problem: AttentionProblem, inputs: Inputs, limits: ViewLimits, tolerance: float, check: OptionCheck,
-    prefix: DecayPrefix | None = None,
 ) -> tuple[HaloPlan, tuple[Tensor, Tensor] | None]:
     """Choose the keys that every rank fetches, so that no row loses more than the tolerance. Tolerance 0 fetches all
     keys that a row sees. Also return skipping.summaries of this rank's slice, or None if the plan did not need them.
 
     problem and inputs are those of the slice alone. Without packed sequences, a call with no decay or with a reach
     needs no collective, and the host does not wait for a GPU. Otherwise it waits once, and the check of options comes
-    before the first collective. prefix: that of log_decay, if already computed.
+    before the first collective.
     """
     batch, kv_heads = problem.batch, problem.num_kv_heads
     if limits.reach is not None or (inputs.log_decay is None and limits.cu_seqlens is None):
@@ -115,7 +114,7 @@ def make_plan(
         firsts = tuple(max(0, begin - reach) for begin in slices.offsets[:-1])
         begins = on_device(firsts, problem.device)[:, None].expand(slices.ranks, batch * kv_heads)
         return HaloPlan(slices, begins, kv_heads, [[first] * batch * kv_heads for first in firsts], rows), None
-    found, terms = first_keys(slices, problem, inputs, limits, tolerance, check, prefix)
+    found, terms = first_keys(slices, problem, inputs, limits, tolerance, check)
     check.width = 0
     everyone = all_gather(found, slices.ranks, slices.group)
     hosts = everyone.tolist()
@@ -126,7 +125,6 @@ def make_plan(
 
 def first_keys(
     slices: Slices, problem: AttentionProblem, inputs: Inputs, limits: ViewLimits, tolerance: float, check: OptionCheck,
-    prefix: DecayPrefix | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """This rank's HaloPlan.begins and rows, as flat int64, and the summaries of `make_plan`.
 
@@ -143,7 +141,7 @@ def first_keys(
     cu_seqlens = None if limits.cu_seqlens is None else limits.cu_seqlens.contiguous()
     place = halo_bound.Place(slices.lengths, slices.rank, on_device(slices.offsets, q.device), lowest, rows, cu_seqlens)
     launch = halo_bound.launch_for(problem, place, q, k, log_decay, inputs.row_scale)
-    summary = halo_bound.summarise(problem, q, k, log_decay, inputs.any_scale, place.blocks, launch, prefix)
+    summary = halo_bound.summarise(problem, q, k, log_decay, inputs.any_scale, place.blocks, launch)
     check.compare()  # after the launches, so that the GPU is busy meanwhile
     everyone = all_gather(summary.keys, slices.ranks, slices.group)
     check.width = pairs + 1

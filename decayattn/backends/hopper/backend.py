@@ -7,14 +7,13 @@ import torch
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward.launch import backward
 from decayattn.backends.hopper.common import descriptors
-from decayattn.backends.hopper.forward.launch import decay_of_keys, forward
+from decayattn.backends.hopper.forward.launch import forward
 from decayattn.backends.runtime import launching, tma
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.problem import AttentionProblem, Inputs
 
 __all__ = [
-    "append", "backward", "decay_of_keys", "decode", "forward", "is_profitable", "unavailable",
-    "unsupported",
+    "append", "backward", "decode", "forward", "is_profitable", "unavailable", "unsupported",
 ]
 
 # no kernels for decoding: a few new rows do not fill the tiles of a warpgroup

@@ -39,7 +39,7 @@ from decayattn.backends.tiles.scores import RESET_BELOW, base2_log_decay
 from decayattn.backends.tiles.visibility import GRANULE
 from decayattn.problem import DECAY_BLOCK as _DECAY_BLOCK
 from decayattn.problem import GRANULE as _GRANULE
-from decayattn.problem import AttentionProblem, DecayPrefix
+from decayattn.problem import AttentionProblem
 
 
 class Place(NamedTuple):
@@ -80,17 +80,17 @@ def launch_for(problem: AttentionProblem, place: Place, *tensors: Tensor | None)
 
 def summarise(
     problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor, scale: Tensor | float, blocks: int,
-    launch: Launch = launching.uncached, prefix: DecayPrefix | None = None,
+    launch: Launch = launching.uncached,
 ) -> SliceSummary:
     """Summarise a slice's rows, and its keys in `blocks` blocks, at least as many as it has.
 
-    problem: the slice alone: dense, causal, with as many rows as keys. prefix: that of log_decay, if already computed.
+    problem: the slice alone: dense, causal, with as many rows as keys.
     """
     heads, length = problem.batch * problem.num_heads, problem.query_length
     with launching.on_device(problem.device):
-        if prefix is None and problem.decay == "scalar" and not problem.is_empty:
+        if problem.decay == "scalar" and not problem.is_empty:
             prefix = decay_prefix.build(problem, log_decay, launch=launch)
-        elif prefix is None:
+        else:
             prefix = decay_prefix.allocate(problem, q)
         granules = cdiv(length, _GRANULE)
         if problem.is_empty:

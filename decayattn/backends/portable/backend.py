@@ -5,13 +5,12 @@ import triton
 
 from decayattn.backends.portable.append import append
 from decayattn.backends.portable.decode import decode
-from decayattn.backends.portable.launch import backward, decay_of_keys, forward
+from decayattn.backends.portable.launch import backward, forward
 from decayattn.backends.runtime import interpreter
 from decayattn.problem import AttentionProblem, Inputs
 
 __all__ = [
-    "append", "backward", "decay_of_keys", "decode", "forward", "is_profitable", "unavailable",
-    "unsupported",
+    "append", "backward", "decode", "forward", "is_profitable", "unavailable", "unsupported",
 ]
 
 

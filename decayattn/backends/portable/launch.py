@@ -41,7 +41,6 @@ from decayattn.problem import (
     GradientRequest,
     Gradients,
     Inputs,
-    KeyDecay,
     Precomputed,
     Saved,
 )
@@ -56,15 +55,6 @@ _MOST_PROGRAMS_OF_BOTH = 4
 _MOST_PROGRAMS_OF_FEW = 1
 
 
-def decay_of_keys(problem: AttentionProblem, inputs: Inputs) -> KeyDecay:
-    """Part of `forward` that depends on log_decay alone, for other forwards with the same dense keys."""
-    if inputs.log_decay is None or problem.decay != "scalar" or problem.is_empty:
-        return KeyDecay(decay_prefix.allocate(problem, inputs.q))
-    with launching.on_device(problem.device):
-        launch = launching.of_call(problem.device, (inputs.log_decay,), problem)
-        return KeyDecay(decay_prefix.build(problem, inputs.log_decay, launch=launch))
-
-
 def forward(
     problem: AttentionProblem, inputs: Inputs, with_lse: bool = False, precomputed: Precomputed | None = None
 ) -> tuple[Tensor, Tensor | None, Saved]:
@@ -74,22 +64,15 @@ def forward(
     with launching.on_device(problem.device):
         results = outputs.allocate(problem, q, with_lse, precomputed)
         out, row_lse2, lse = results
-        if problem.is_empty:
-            results.fill()
-            return out, lse, Saved(row_lse2, *decay_prefix.allocate(problem, q), skipping.allocate(problem, q))
         q, k, v = _in_lines(q), _in_lines(k), _in_lines(v)
         sink = None if sink is None else sink.contiguous()
         given = (q, k, v, log_decay, row_scale, bounds, bias, sink, None if precomputed is None else out)
-        terms, key_decay = (None, None) if precomputed is None else (precomputed.terms, precomputed.key_decay)
+        terms = None if precomputed is None else precomputed.terms
         modes = problem, skipping.is_planned(problem), None if bias is None else bias.shape, with_lse, terms is None
         launch = launching.of_call(problem.device, given, *modes)
-        sequences = None
-        if bounds is not None:
-            sequences = sequence_blocks.find(problem, bounds, launch)
-            fill_outside(problem, sequences, results.of_no_key(), launch=launch)
-        if key_decay is not None:
-            prefix = key_decay.prefix
-        elif log_decay is not None and problem.decay == "scalar":
+        sequences = sequence_blocks.find(problem, bounds, launch)
+        fill_outside(problem, sequences, results.of_no_key(), launch=launch)
+        if log_decay is not None and problem.decay == "scalar":
             prefix = decay_prefix.build(problem, log_decay, sequences=sequences, launch=launch)
         else:
             prefix = decay_prefix.allocate(problem, q)
@@ -129,14 +112,6 @@ def backward(
         dq = contiguous_like(q) if dq is None else dq
         dk, dv = contiguous_like(k), contiguous_like(v)
         row_scale_grad = torch.empty_like(row_lse2) if problem.row_scale else None
-        if problem.is_empty:
-            for gradient in (dq, dk, dv, row_scale_grad):
-                if gradient is not None:
-                    gradient.zero_()
-            d_scale = None if row_scale_grad is None else row_scale_grad.transpose(1, 2)
-            d_log_decay, d_bias = (None if x is None else torch.zeros_like(x) for x in (decay_leaf, bias_leaf))
-            return Gradients(dq, dk, dv, d_log_decay, d_scale, d_bias)
-
         q, k, v, d_out = _in_lines(q), _in_lines(k), _in_lines(v), _in_lines(d_out)
         delta = torch.empty_like(row_lse2)
         decay_sums = torch.empty_like(row_lse2) if decay_gradient else None
@@ -153,12 +128,10 @@ def backward(
         planned, bias_shape = skipping.is_planned(problem), None if bias is None else bias.shape
         modes = problem, planned, bias_shape, decay_gradient, bias_gradient, deterministic
         launch = launching.of_call(problem.device, given, *modes, saved=(row_lse2, *prefix, first_block))
-        sequences = None
-        if bounds is not None:
-            sequences = sequence_blocks.find(problem, bounds, launch)
-            fills = [(x, 0.0) for x in (dq, row_scale_grad, decay_sums) if x is not None]
-            fill_outside(problem, sequences, fills, launch=launch)
-            fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
+        sequences = sequence_blocks.find(problem, bounds, launch)
+        fills = [(x, 0.0) for x in (dq, row_scale_grad, decay_sums) if x is not None]
+        fill_outside(problem, sequences, fills, launch=launch)
+        fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
         plan = mirror = skipping.as_argument(problem, first_block)
         if plan is not None:
             mirror = skipping.as_argument(problem, skipping.last_granules(problem, first_block, sequences, launch))
@@ -304,7 +277,7 @@ def _fixed(problem: AttentionProblem, tile: TileConfig, precision: str, shared_b
     packed, searches = sequence_blocks.constants(problem).values()
     width, value_width = _widths(problem)
     traits = Traits(
-        packed=packed,
+        packed=bool(packed),
         searches=searches,
         group=problem.num_heads // problem.num_kv_heads,
         d=problem.head_dim,

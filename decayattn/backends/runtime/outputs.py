@@ -18,11 +18,6 @@ class Outputs(NamedTuple):
         fills = [(self.out, 0.0), (self.row_lse2, torch.inf)]
         return fills if self.lse is None else [*fills, (self.lse, -torch.inf)]
 
-    def fill(self) -> None:
-        """Fill all tensors as if no row sees a key."""
-        for x, value in self.of_no_key():
-            x.fill_(value)
-
 
 def allocate(problem: AttentionProblem, q: Tensor, with_lse: bool, precomputed: Precomputed | None = None) -> Outputs:
     """Allocate the outputs, uninitialised; out is the given one, if there is one."""

@@ -6,32 +6,11 @@ import leave_out_waits
 import pytest
 import torch
 from gluon_on_cpu import Deadlock, Race, language, machine
-from hopper_problems import DEVICE, F16, emulated, make
+from hopper_problems import DEVICE, emulated, make
 
 from decayattn import decay_attention
-from decayattn.backends.hopper import backend as hopper
-from decayattn.backends.hopper.forward import launch
-from decayattn.backends.portable import backend as portable
-from decayattn.problem import AttentionProblem, Inputs, Precomputed
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the kernels themselves run here")
-
-
-@pytest.mark.parametrize("decay", ["none", "constant", "scalar"])
-@pytest.mark.parametrize("by", [hopper, portable])
-def test_forward_takes_a_precomputed_decay(decay, by):
-    """For the last rows of a call, and the parts that another backend prepares."""
-    given = make(333, decay=decay, dtype=F16)
-    q, k, v, log_decay = (given.get(name) for name in ("q", "k", "v", "log_decay"))
-    whole, far = (AttentionProblem.of(x, v, log_decay, None, True) for x in (q, q[:, 128:]))
-    inputs = Inputs(q[:, 128:], k, v, log_decay, scale=0.125)
-    with emulated(), pytest.MonkeyPatch.context() as patch:
-        expected, _, _ = hopper.forward(far, inputs)
-        precomputed = Precomputed(torch.empty_like(expected), key_decay=by.decay_of_keys(whole, inputs._replace(q=q)))
-        if by is hopper:
-            patch.setattr(launch, "_decay", None)
-        found, _, _ = hopper.forward(far, inputs, False, precomputed)
-    assert torch.equal(found, expected)
 
 
 def results(causal: bool, seed: int, programs: int, **options) -> dict[str, torch.Tensor]:

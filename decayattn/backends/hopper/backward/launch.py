@@ -60,11 +60,6 @@ def backward(
         dk, dv = map(contiguous_like, (k, v))
         row_scale_grad = None if row_scale is None else torch.empty_like(row_lse2)
         d_row_scale = None if row_scale_grad is None else row_scale_grad.transpose(1, 2)
-        if problem.is_empty:
-            d_log_decay = torch.zeros_like(log_decay) if decay_gradient else None
-            if d_row_scale is not None:
-                d_row_scale.zero_()
-            return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), d_log_decay, d_row_scale, None)
         if tma.unsupported(d_out) or (bounds is not None and descriptors.slices_unsupported(d_out)):
             # autograd may pass any strides (such as an expanded sum's) and any address (such as a slice's of a
             # concatenation's gradient): `contiguous` would keep the address

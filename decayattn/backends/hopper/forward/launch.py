@@ -16,17 +16,7 @@ from decayattn.backends.planning.sequences import Sequences
 from decayattn.backends.runtime import launching, outputs
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.backends.runtime.strided import strided
-from decayattn.problem import AttentionProblem, Inputs, KeyDecay, Precomputed, Saved
-
-
-def decay_of_keys(problem: AttentionProblem, inputs: Inputs) -> KeyDecay:
-    """Part of `forward` that depends on log_decay alone, for other forwards with the same dense keys."""
-    if problem.is_empty:
-        return KeyDecay(decay_prefix.allocate(problem, inputs.q))
-    with launching.on_device(problem.device):
-        # without "splits" the call would share its cached launches with scans that make no splits
-        launch = launching.of_call(problem.device, (inputs.log_decay,), problem, "splits")
-        return _decay(problem, inputs.q, inputs.log_decay, _score_scale(inputs), None, launch)
+from decayattn.problem import AttentionProblem, DecayPrefix, Inputs, Precomputed, Saved
 
 
 def forward(
@@ -37,12 +27,9 @@ def forward(
     with launching.on_device(problem.device):
         results = outputs.allocate(problem, q, with_lse, precomputed)
         out, row_lse2, lse = results
-        if problem.is_empty:
-            results.fill()
-            return out, lse, Saved(row_lse2, *decay_prefix.allocate(problem, q), skipping.allocate(problem, q))
         sink = None if inputs.sink is None else inputs.sink.contiguous()
         given = (q, k, v, log_decay, row_scale, bounds, sink, None if precomputed is None else out)
-        terms, key_decay = (None, None) if precomputed is None else (precomputed.terms, precomputed.key_decay)
+        terms = None if precomputed is None else precomputed.terms
         modes = problem, skipping.is_planned(problem), with_lse, terms is None
         launch = launching.of_call(problem.device, given, *modes)
         sequences = sequence_blocks.find(problem, bounds, launch)
@@ -50,9 +37,7 @@ def forward(
         widths = config.widths(problem.head_dim, problem.value_dim)
         schedule = config.forward(widths.qk)
         score_scale = _score_scale(inputs)
-        if key_decay is None or key_decay.counter is None:  # it may come from another backend
-            key_decay = _decay(problem, q, log_decay, score_scale, sequences, launch)
-        prefix, splits, bases, counter = key_decay
+        prefix, splits, bases, counter = _decay(problem, q, log_decay, score_scale, sequences, launch)
         first_block = skipping.plan(problem, q, k, log_decay, inputs.any_scale, prefix, sequences, launch, terms)
         tiles = tile_table.build(
             problem, bounds, schedule.rows, config.KEY_TILE, last_first=True, of_keys=False, launch=launch
@@ -97,7 +82,7 @@ def _score_scale(inputs: Inputs) -> float:
 def _decay(
     problem: AttentionProblem, q: Tensor, log_decay: Tensor | None, score_scale: float, sequences: Sequences | None,
     launch: Launch,
-) -> KeyDecay:
+) -> tuple[DecayPrefix, Tensor | None, Tensor, Tensor]:
     """Prepare the decay: the prefix, −α_j / scale of the keys, split for the products, and the bases of the blocks.
 
     α_j is relative to the key's block. The bases are read only if the decay is per token. Also zeroes the counter.
@@ -106,9 +91,9 @@ def _decay(
     if problem.decay == "scalar":
         split = decay_prefix.allocate_split(problem, q)
         prefix = decay_prefix.build(problem, log_decay, split, -1.0 / score_scale, counter, sequences, launch)
-        return KeyDecay(prefix, *split, counter)
+        return prefix, *split, counter
     prefix = decay_prefix.allocate(problem, q)
     if problem.decay == "constant":
         splits = decay_prefix.constant_split(log_decay, -1.0 / score_scale, counter, launch)
-        return KeyDecay(prefix, splits, prefix.beta, counter)
-    return KeyDecay(prefix, None, prefix.beta, counter.zero_())
+        return prefix, splits, prefix.beta, counter
+    return prefix, None, prefix.beta, counter.zero_()
