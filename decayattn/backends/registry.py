@@ -76,15 +76,8 @@ class Backend(Protocol):
         """
 
     def backward(
-        self,
-        problem: AttentionProblem,
-        inputs: Inputs,
-        out: Tensor,
-        saved: Saved,
-        d_out: Tensor,
-        d_lse: Tensor | None,
-        requested: GradientRequest,
-        dq: Tensor | None = None,
+        self, problem: AttentionProblem, inputs: Inputs, out: Tensor, saved: Saved, d_out: Tensor,
+        d_lse: Tensor | None, requested: GradientRequest, dq: Tensor | None = None,
     ) -> Gradients:
         """Return the gradients of q, k, v and a scale per row, and as requested of log_decay and bias.
 

@@ -97,7 +97,7 @@ PATHS = {
     "narrow": "through pointers, D = 24 for 64, 88 for 128, D_v a third of it, gaps between the numbers of k",
     "small": "so few that the gradients of keys and queries share a launch", "packed": "sequences, with a window",
     "bias": "through pointers, with a bias and its gradient", "decode": "one query row over a key cache",
-    "halo": "the plan of keys that other GPUs have; packing them, and putting them in place",
+    "halo": "the plan of keys that other GPUs have",
 }
 # bytes that a path may spill beyond what config.py grants its tile: where skipping begins, and a tile of a bias, take
 # registers. A bias has no tiles of its own yet; what these spills cost has not been measured
@@ -274,7 +274,7 @@ def line(kernel: dict) -> str:
 
 
 def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path: str, target: Target) -> int:
-    """Bytes that config.py grants a kernel; the small ones around the attention have none, but for a halo's."""
+    """Bytes that config.py grants a kernel; the small ones around the attention have none."""
     arch = target.arch
     if backend == "hopper":
         if kernel not in ("forward_kernel", "gradients_kernel"):
@@ -287,11 +287,11 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
         more = HOPPER_MORE_SPILLS[path].get(of_path, 0) + HOPPER_FLOAT16_SPILLS.get(of_dtype, 0)
         return tile.spill_bytes + more
     if kernel == "gradients_kernel":
-        return portable_config.both_gradients(arch, dim, dtype).spill_bytes
+        return portable_config.choose_small(True, arch, dim, dtype).spill_bytes
     if kernel not in TABLES:
-        return MORE_SPILLS["halo"] if path == "halo" and arch == "sm90" else 0
+        return 0
     if kernel == "forward_kernel" and path == "small" and dim <= 128:
-        return portable_config.forward_of_few(arch, dim, dtype).spill_bytes
+        return portable_config.choose_small(False, arch, dim, dtype).spill_bytes
     aligned = path in ("TMA", "small", "packed")
     tile = portable_config.choose(TABLES[kernel], arch, dim, dtype, aligned, path == "packed")
     return tile.spill_bytes + (MORE_SPILLS[path] if arch == "sm90" else 0)

@@ -158,14 +158,9 @@ def summaries(
     most = MOST_TOGETHER if sequences is None else 1
     together = programs_together(packing.programs(problem, _DECAY_BLOCK, problem.num_heads, of_keys=True), most)
     traits = _Traits(
-        d=problem.head_dim,
-        width=width,
-        part=min(width, _COLUMNS),
-        group=problem.num_heads // problem.num_kv_heads,
-        together=together,
-        aligned=sequences is None and problem.first_position % _GRANULE == 0,
-        stages=2 if row_bytes <= _PREFETCHED_ROW else 1,
-        prunes=prunes,
+        d=problem.head_dim, width=width, part=min(width, _COLUMNS), group=problem.num_heads // problem.num_kv_heads,
+        together=together, aligned=sequences is None and problem.first_position % _GRANULE == 0,
+        stages=2 if row_bytes <= _PREFETCHED_ROW else 1, prunes=prunes,
     )
     programs = packing.programs(problem, _DECAY_BLOCK * together, problem.num_heads, of_keys=True)
     if programs:

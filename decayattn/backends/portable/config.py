@@ -67,9 +67,8 @@ _INTERPRETER = TileConfig(32, 32, 4, 1)
 FORWARD = Kernel(
     sm90_descriptors=(
         TileConfig(64, 128, 4, 3, True),  # 1.55 ms; 128 × 64 1.63, ptr 1.59
-        TileConfig(
-            64, 64, 4, 3, True
-        ),  # 2.53 ms; 128 × 128 with 8 warps 2.54, ptr 2.71; a 4th stage 3.77 (one program per SM)
+        # 2.53 ms; 128 × 128 with 8 warps 2.54, ptr 2.71; a 4th stage 3.77 (one program per SM)
+        TileConfig(64, 64, 4, 3, True),
         TileConfig(64, 32, 4, 3, True),  # 4.34 ms; ptr 128 × 64 4.40
     ),
     sm90_pointers=(
@@ -206,17 +205,10 @@ _FORWARD_OF_FEW = (TileConfig(64, 128, 4, 2), TileConfig(64, 64, 4, 3, spill_byt
 _BOTH_GRADIENTS = (TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2, spill_bytes=432))
 
 
-def forward_of_few(arch: str, dim: int, dtype: torch.dtype) -> TileConfig | None:
-    """Tiles of a forward of few programs; None if it has no tiles of its own."""
-    return _of_small(_FORWARD_OF_FEW, arch, dim, dtype)
-
-
-def both_gradients(arch: str, dim: int, dtype: torch.dtype) -> TileConfig | None:
-    """Tiles for one launch of the gradients of keys and of queries; None if they take two launches."""
-    return _INTERPRETER if arch == "interpreter" else _of_small(_BOTH_GRADIENTS, arch, dim, dtype)
-
-
-def _of_small(tiles: tuple[TileConfig, TileConfig], arch: str, dim: int, dtype: torch.dtype) -> TileConfig | None:
+def choose_small(gradients: bool, arch: str, dim: int, dtype: torch.dtype) -> TileConfig | None:
+    """Tile of a forward of few programs, or of one launch of both gradients; None: the problem has no such tile."""
+    if gradients and arch == "interpreter":
+        return _INTERPRETER
     if arch != "sm90" or dtype.itemsize != 2 or dim > 128:
         return None
-    return tiles[0 if dim <= 64 else 1]
+    return (_BOTH_GRADIENTS if gradients else _FORWARD_OF_FEW)[0 if dim <= 64 else 1]

@@ -82,14 +82,8 @@ def number_of_splits(programs: int, key_tiles: int, multiprocessors: int) -> int
 
 
 def decode(
-    inputs: Inputs,
-    lengths: Tensor,
-    *,
-    alpha: Tensor | None = None,
-    first: Tensor | None = None,
-    left: int | None = None,
-    longest: int | None = None,
-    block_table: Tensor | None = None,
+    inputs: Inputs, lengths: Tensor, *, alpha: Tensor | None = None, first: Tensor | None = None,
+    left: int | None = None, longest: int | None = None, block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Implement reference.decode by two launches; the caller has checked the arguments.
 

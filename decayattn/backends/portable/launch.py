@@ -92,14 +92,8 @@ def forward(
 
 
 def backward(
-    problem: AttentionProblem,
-    inputs: Inputs,
-    out: Tensor,
-    saved: Saved,
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    requested: GradientRequest,
-    dq: Tensor | None = None,
+    problem: AttentionProblem, inputs: Inputs, out: Tensor, saved: Saved, d_out: Tensor, d_lse: Tensor | None,
+    requested: GradientRequest, dq: Tensor | None = None,
 ) -> Gradients:
     """Return the gradients of q, k, v and a scale per row, and as requested of log_decay and bias."""
     q, k, v, log_decay, row_scale, bounds, _, sink, scale = inputs
@@ -228,8 +222,8 @@ def _small_tile(problem: AttentionProblem, arch: str, most_programs: int, gradie
     """
     if problem.layout != "dense" or problem.bias:
         return None
-    choose = config.both_gradients if gradients else config.forward_of_few
-    tile = choose(arch, max(padded(problem.head_dim), padded(problem.value_dim)), problem.dtype)
+    dim = max(padded(problem.head_dim), padded(problem.value_dim))
+    tile = config.choose_small(gradients, arch, dim, problem.dtype)
     if tile is None:
         return None
     number = programs(problem, tile.block_m, problem.num_heads, of_keys=False)
@@ -276,20 +270,11 @@ class _Fixed(NamedTuple):
 def _fixed(problem: AttentionProblem, tile: TileConfig, precision: str, shared_bias: bool = False) -> _Fixed:
     packed, searches = sequence_blocks.constants(problem).values()
     width, value_width = _widths(problem)
+    row_cancels = problem.causal and problem.decay != "none" and problem.dtype.itemsize == 2
     traits = Traits(
-        packed=bool(packed),
-        searches=searches,
-        group=problem.num_heads // problem.num_kv_heads,
-        d=problem.head_dim,
-        d_v=problem.value_dim,
-        block_m=tile.block_m,
-        block_n=tile.block_n,
-        block_d=width,
-        block_dv=value_width,
-        decay=problem.decay,
-        causal=problem.causal,
-        row_cancels=problem.causal and problem.decay != "none" and problem.dtype.itemsize == 2,
-        precision=precision,
+        packed=bool(packed), searches=searches, group=problem.num_heads // problem.num_kv_heads, d=problem.head_dim,
+        d_v=problem.value_dim, block_m=tile.block_m, block_n=tile.block_n, block_d=width, block_dv=value_width,
+        decay=problem.decay, causal=problem.causal, row_cancels=row_cancels, precision=precision,
         shared_bias=shared_bias,
     )
     lengths = problem.query_length, problem.key_length

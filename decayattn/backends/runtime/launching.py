@@ -15,7 +15,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +73,6 @@ class DirectLaunch(NamedTuple):
         stream = compatibility.current_stream(device)
         self.run(programs, 1, 1, stream, self.function, self.metadata, None, None, None, *args, *self.rest)
 
-
     @classmethod
     def of(
         cls, kernel: triton.runtime.JITFunction, compiled: Any, args: tuple, constants: dict[str, Any]
@@ -85,14 +83,18 @@ class DirectLaunch(NamedTuple):
         return cls(compiled.run, compiled.function, compiled.packed_metadata, rest)
 
 
-def check_launches(source: str) -> None:
-    """Leave all launches to Triton unless the source of JITFunction.run makes them as DirectLaunch does."""
+def check_launches(run: Callable) -> None:
+    """Leave all launches to Triton unless the source of `run`, JITFunction's, makes them as DirectLaunch does."""
+    try:
+        source = inspect.getsource(run)
+    except OSError:
+        source = ""
     if not all(statement in " ".join(source.split()) for statement in _STATEMENTS):
         reason = f"is called in another way by Triton {triton.__version__}: Triton makes all launches, which takes more"
         compatibility.leave(_RUN, f"{reason} host time")
 
 
-check_launches(Path(inspect.getfile(triton.runtime.JITFunction)).read_text(encoding="utf-8"))
+check_launches(triton.runtime.JITFunction.run)
 
 
 def uncached(kernel: triton.runtime.JITFunction, programs: int, *args: Any, **constants: Any) -> Any:
@@ -143,6 +145,7 @@ class _Remembering:
         direct = self.known.get(key)
         if direct is None:
             kinds = kinds_of(args)
+            # None, for unknown kinds, is never stored
             by_kinds = None if kinds is None else (self.device, kernel.fn, *constants.items(), kinds)
             direct = _by_kinds.get(by_kinds)
             if direct is None:

@@ -1,6 +1,6 @@
 """Tensors as kernel arguments, and output buffers."""
 
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +14,8 @@ class Strided(NamedTuple):
     strides: tuple[int, ...]
 
 
-@overload
-def strided(x: Tensor) -> Strided: ...
-@overload
-def strided(x: Tensor | None) -> Strided | None: ...
-def strided(x: Tensor | None) -> Strided | None:
+def strided(x: Tensor | None) -> Any:
+    """Strided of a tensor; None for None."""
     return None if x is None else Strided(x, x.stride())
 
 

@@ -39,14 +39,8 @@ _ROW_TERMS_BLOCK = 32
 
 
 def backward(
-    problem: AttentionProblem,
-    inputs: Inputs,
-    out: Tensor,
-    saved: Saved,
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    requested: GradientRequest,
-    dq: Tensor | None = None,
+    problem: AttentionProblem, inputs: Inputs, out: Tensor, saved: Saved, d_out: Tensor, d_lse: Tensor | None,
+    requested: GradientRequest, dq: Tensor | None = None,
 ) -> Gradients:
     """Return the gradients of q, k, v and a scale per row, and as requested of log_decay.
 

@@ -183,14 +183,11 @@ class KeyWork:
         CAUSAL: gl.constexpr = self.schedule.CAUSAL
         rows = self.bounds.query_length
         inside = gl.minimum(key, self.bounds.key_length - 1)
-        left, right = limits
-        if self.schedule.WINDOW or self.schedule.DECAY == "constant":
-            first, end = rows_that_see(
-                inside, rows, self.first_position(), last_reset, next_reset, CAUSAL, HAS_RESETS, left,
-                None if CAUSAL else right,
-            )
-        else:
-            first, end = rows_that_see(inside, rows, self.first_position(), last_reset, next_reset, CAUSAL, HAS_RESETS)
+        LIMITED: gl.constexpr = self.schedule.WINDOW or self.schedule.DECAY == "constant"
+        first, end = rows_that_see(
+            inside, rows, self.first_position(), last_reset, next_reset, CAUSAL, HAS_RESETS,
+            limits[0] if LIMITED else None, limits[1] if LIMITED and not CAUSAL else None,
+        )
         # not clipped to the last row: keys past the end get no rows
         own = gl.maximum(key - self.first_position(), 0)
         if CAUSAL:

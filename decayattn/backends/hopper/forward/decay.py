@@ -75,23 +75,17 @@ class Decay:
     @gluon.jit
     def first_key(self, position):
         """First key that a position sees: its last reset, or the start of its window."""
-        HAS_RESETS: gl.constexpr = self.KIND == "scalar"
-        if self.LIMITED:
-            first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, HAS_RESETS, self.left)
-        else:
-            first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, HAS_RESETS)
+        left = self.left if self.LIMITED else None
+        first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, self.KIND == "scalar", left)
         return first
 
     @gluon.jit
     def keys_end(self, position, key_length):
         """End of the keys that a position sees, not causal: its next reset, its window's end or the sequence's."""
-        HAS_RESETS: gl.constexpr = self.KIND == "scalar"
-        if self.LIMITED:
-            _, end = keys_seen(
-                position, key_length, self.last_reset, self.next_reset, False, HAS_RESETS, None, self.right
-            )
-        else:
-            _, end = keys_seen(position, key_length, self.last_reset, self.next_reset, False, HAS_RESETS)
+        right = self.right if self.LIMITED else None
+        _, end = keys_seen(
+            position, key_length, self.last_reset, self.next_reset, False, self.KIND == "scalar", None, right
+        )
         return end
 
     @gluon.jit
