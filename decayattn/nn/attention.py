@@ -411,10 +411,10 @@ class DecayFlashAttention(Spared):
         found = []
         if isinstance(log_decay, Tensor) and log_decay.shape[-1:] == (self.num_heads,):
             found.append(is_reset(log_decay).unflatten(-1, (self.num_kv_heads, -1)).any(-1))
-        token = torch.arange(begin - 1, begin + k.shape[1], dtype=torch.int32, device=k.device)
         if first is not None:
-            found.append((token[1:] == first[:, None])[..., None])
+            found.append((torch.arange(k.shape[1], device=k.device) == first[:, None])[..., None])
         if cu_seqlens is not None:
+            token = torch.arange(begin - 1, begin + k.shape[1], dtype=torch.int32, device=k.device)
             found.append((torch.searchsorted(cu_seqlens, token, right=True).diff() > 0)[:, None])
         return functools.reduce(torch.logical_or, found) if found else None
 
