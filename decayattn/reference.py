@@ -301,6 +301,8 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad():
             outputs = ctx.function(*tensors)
         pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
+        if not pairs:
+            return None, *(None for _ in asked)
         leaves = [x for x, needed in zip(tensors, asked, strict=True) if needed]
         outputs, given = zip(*pairs, strict=True)
         found = iter(torch.autograd.grad(outputs, leaves, given, create_graph=create_graph, allow_unused=True))

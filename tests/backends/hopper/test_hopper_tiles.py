@@ -88,10 +88,10 @@ def test_rows_without_a_key_have_no_terms(device):
     row_lse2[..., ::31], d_lse[..., ::31] = torch.inf, torch.nan
     terms = row_lse2.new_empty(HEADS, 1, 1, tile, SPLIT_COLUMNS, dtype=torch.bfloat16)
     counters = torch.zeros(4, dtype=torch.int32, device=device)
-    zeroed = torch.empty_like(row_lse2), row_lse2.new_empty(HEADS * tile * 64), counters
+    zeroed = torch.empty_like(row_lse2), row_lse2.new_empty(HEADS * tile * 64), counters, None
     row_terms_kernel[(tile // block * HEADS,)](
         strided(out), strided(d_out), strided(d_lse), row_lse2, terms, None, zeroed, None, None,
-        -8.0, rows, 1, HEADS, 0, 3, TRAITS=RowTermsTraits(64, DIM, tile, block, "none", 1),
+        -8.0, rows, 1, HEADS, 0, 3, TRAITS=RowTermsTraits(64, DIM, tile, block, "none", 1, 1),
     )
     added, taken = terms[:, 0, 0].double()[..., : 2 * SPLITS].unflatten(-1, (2, SPLITS)).sum(-1).unbind(-1)
     seen = torch.nn.functional.pad(row_lse2[0] < torch.inf, (0, tile - rows))
