@@ -14,11 +14,12 @@ from decayattn.backends.hopper.backward.dq import (
     add_dq_part,
     add_row_sums,
     d_scores_for_dq,
-    in_units_of_rows,
+    in_units,
     is_loaded,
     opaque_zero,
     stage_dq_part,
     start_dq_part,
+    units_of_dq,
 )
 from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, sum_operands
 from decayattn.backends.hopper.backward.score_tile import operand_of_dk, tile_probability
@@ -127,10 +128,11 @@ def next_tile_128(
     if KEY_SUMS:
         right = weights.index(opaque_zero(n)).permute((1, 0))
         of_keys = warpgroup_mma(left, right, of_keys, use_acc=False, is_async=True)
+    units = units_of_dq(dq_target, previous, work, WARPGROUP if D == 64 else 0)  # loaded during the products
     dq, row_sum = warpgroup_mma_wait(1 + KEY_SUMS, (dq, row_sum))  # dk and its sums are still running
     if shared.SLOTS == 2 and not LOADED:
         arrive(shared.barriers.d_scores_read)
-    stage_dq_part(shared, in_units_of_rows(dq, dq_target, previous, work, WARPGROUP if D == 64 else 0), WARPGROUP)
+    stage_dq_part(shared, in_units(dq, units), WARPGROUP)
     dk, of_keys = warpgroup_mma_wait(0, (dk, of_keys))
     fence_async_shared()  # not earlier: ptxas crashes while products are running
     arrive(shared.barriers.empty.index(stage))
@@ -175,12 +177,13 @@ def end_head_128(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.co
     shared.wait_d_scores(n - 1, pred=previous >= 0)
     last = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, D, LOADED)
     dq, row_sum = start_dq_part(shared, n, last, WARPGROUP, D, ROW_SUMS, LOADED)
+    units = units_of_dq(dq_target, previous, work, WARPGROUP if D == 64 else 0)
     dq, row_sum = warpgroup_mma_wait(0, (dq, row_sum))
     arrive(shared.barriers.keys_read, is_last)
     if previous >= 0:
         tma.store_wait(0)
         gluon_compat.thread_barrier()
-        stage_dq_part(shared, in_units_of_rows(dq, dq_target, previous, work, WARPGROUP if D == 64 else 0), WARPGROUP)
+        stage_dq_part(shared, in_units(dq, units), WARPGROUP)
         fence_async_shared()
         gluon_compat.thread_barrier()
         add_dq_part(dq_desc, first_part + previous // work.schedule.SIDES * 2, shared, WARPGROUP)

@@ -31,8 +31,9 @@ from decayattn.backends.hopper.backward.dq import (
     SUMS,
     add_from_registers,
     add_row_sums,
-    in_units_of_rows,
+    in_units,
     opaque_zero,
+    units_of_dq,
 )
 from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, sum_operands
 from decayattn.backends.hopper.backward.score_tile import operand_of_dk, tile_probability
@@ -58,7 +59,7 @@ def _add_dq(shared, n, visit, work, dq_target, zero, BLOCK: gl.constexpr):
         dq = warpgroup_mma(left, key, dq, use_acc=part > 0, is_async=True)
     dq = warpgroup_mma_wait(0, (dq,))
     part = first_part + visit // work.schedule.SIDES * shared.DQ_PARTS + BLOCK
-    add_from_registers(dq_fragments, part, in_units_of_rows(dq, dq_target, visit, work))
+    add_from_registers(dq_fragments, part, in_units(dq, units_of_dq(dq_target, visit, work)))
 
 
 @gluon.jit

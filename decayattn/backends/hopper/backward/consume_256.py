@@ -42,8 +42,9 @@ from decayattn.backends.hopper.backward.dq import (
     SUMS,
     add_from_registers,
     add_row_sums,
-    in_units_of_rows,
+    in_units,
     opaque_zero,
+    units_of_dq,
 )
 from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, sum_operands
 from decayattn.backends.hopper.backward.score_tile import operand_of_dk, tile_probability
@@ -150,7 +151,7 @@ def next_tile_256(
     if OWN_PARTS > 0:
         first_dq, row_sum = warpgroup_mma_wait(OF_DP, (first_dq, row_sum))
         if previous >= 0:
-            add_from_registers(dq_fragments, previous_part, in_units_of_rows(first_dq, dq_target, previous, work))
+            add_from_registers(dq_fragments, previous_part, in_units(first_dq, units_of_dq(dq_target, previous, work)))
     if ROW_SUMS and previous >= 0:
         add_row_sums(row_sum, dq_target, previous, work, 0, D)
     dpT = warpgroup_mma_wait(0, (dpT,))
@@ -167,7 +168,8 @@ def next_tile_256(
         # once both have arrived, its operand is overwritten
         second_dq = warpgroup_mma_wait(0, (second_dq,))
         if previous >= 0:
-            add_from_registers(dq_fragments, previous_part + 1, in_units_of_rows(second_dq, dq_target, previous, work))
+            units = units_of_dq(dq_target, previous, work)
+            add_from_registers(dq_fragments, previous_part + 1, in_units(second_dq, units))
     fence_async_shared()
     arrive(shared.barriers.d_scores_ready.index(shared.slot(n)))
     shared.wait_d_scores(n)
@@ -190,7 +192,8 @@ def next_tile_256(
     if OWN_PARTS > 1 and not ROW_SCALES:
         second_dq = warpgroup_mma_wait(LATER + 1, (second_dq,))
         if previous >= 0:
-            add_from_registers(dq_fragments, previous_part + 1, in_units_of_rows(second_dq, dq_target, previous, work))
+            units = units_of_dq(dq_target, previous, work)
+            add_from_registers(dq_fragments, previous_part + 1, in_units(second_dq, units))
     dv = warpgroup_mma_wait(LATER, (dv,))
     if not ROW_SCALES:
         arrive(shared.barriers.p_read)
@@ -222,7 +225,7 @@ def end_head_256(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.co
         dq = _start_dq_part(shared, n, last, WARPGROUP * D // 2 + part * PART)
         dq = warpgroup_mma_wait(0, (dq,))
         if previous >= 0:
-            add_from_registers(dq_fragments, last_part + part, in_units_of_rows(dq, dq_target, previous, work))
+            add_from_registers(dq_fragments, last_part + part, in_units(dq, units_of_dq(dq_target, previous, work)))
     if work.schedule.ROW_SUMS and WARPGROUP == 0:
         row_sum = warpgroup_mma_wait(0, (_start_row_sums(shared, last, opaque_zero(n)),))
         if previous >= 0:

@@ -112,22 +112,35 @@ def start_dq_part(
 
 
 @gluon.jit
-def as_multiples(x, units, first_row, row, work):
-    """Round x to int32 multiples of its rows' units, which it holds inverted; a NaN is 0 here, and its unit is NaN."""
-    inverse = gl.load(units + (first_row + row), mask=(row >= 0) & (row < work.bounds.query_length), other=0.0)
+def _as_multiples(x, inverted_unit):
+    """Round x to int32 multiples of a unit; a NaN is 0 here, and its row's unit is NaN."""
     return gl.inline_asm_elementwise(
-        "cvt.rni.s32.f32 $0, $1;", "=r,f", [x * inverse], gl.int32, is_pure=True, pack=1
+        "cvt.rni.s32.f32 $0, $1;", "=r,f", [x * inverted_unit], gl.int32, is_pure=True, pack=1
     )
 
 
 @gluon.jit
-def in_units_of_rows(dq, dq_target, visit, work, HALF: gl.constexpr = 0):
-    """Return a visit's part of dq as memory adds it up: unchanged, or as_multiples. HALF: of a query tile's rows."""
+def _load_units(units, first_row, row, work):
+    return gl.load(units + (first_row + row), mask=(row >= 0) & (row < work.bounds.query_length), other=0.0)
+
+
+@gluon.jit
+def units_of_dq(dq_target, visit, work, HALF: gl.constexpr = 0):
+    """Return (inverted units of a visit's rows,); () if dq is added up as float32. HALF: of a query tile's rows."""
     _, _, _, first_row, units = dq_target
+    loaded = ()
     if units is not None:
         row = visit // work.schedule.SIDES * work.schedule.ROWS + HALF * PART
-        row = gl.expand_dims(row + gl.arange(0, PART, gl.SliceLayout(1, dq.type.layout)), 1)
-        dq = as_multiples(dq, units[0], first_row, row, work)
+        row += gl.arange(0, PART, gl.SliceLayout(1, DQ))
+        loaded += (gl.expand_dims(_load_units(units[0], first_row, row, work), 1),)
+    return loaded
+
+
+@gluon.jit
+def in_units(dq, loaded):
+    """Return dq as memory adds it up, with its units_of_dq."""
+    if len(loaded) > 0:
+        dq = _as_multiples(dq, loaded[0])
     return dq
 
 
@@ -179,5 +192,5 @@ def add_row_sums(row_sum, dq_target, visit, work, WARPGROUP: gl.constexpr, D: gl
         row += WARPGROUP * PART
     inside = (row < work.bounds.query_length) & (copy < 2)
     if units is not None:
-        row_sum = as_multiples(row_sum, units[1], first_row, row, work)
+        row_sum = _as_multiples(row_sum, _load_units(units[1], first_row, row, work))
     gl.atomic_add(row_sums + (first_row + row), row_sum, mask=inside, sem="relaxed")
