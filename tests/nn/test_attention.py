@@ -88,11 +88,10 @@ def test_state_dict_and_deepcopy_keep_outputs(decay):
 
 
 def test_layer_starts_with_zero_biases_and_unit_norms():
-    layer = DecayFlashAttention(96, 4, bias=True, qk_norm=True, scale="learned", sink=True)
+    layer = DecayFlashAttention(96, 4, bias=True, qk_norm="per_head", output_norm=True, scale="learned", sink=True)
     for parameter in (layer.in_proj.bias, layer.out_proj.bias, layer.log_scale, layer.sink):
         assert not parameter.any()
-    assert (layer.q_norm.weight == 1).all()
-    assert (layer.k_norm.weight == 1).all()
+    assert all((norm.weight == 1).all() for norm in (layer.q_norm, layer.k_norm, layer.output_norm))
     layer.decay.bias.data.fill_(5.0)
     layer.reset_parameters()
     assert (layer.decay.bias == 5.0).all()  # the decay resets itself
@@ -134,7 +133,7 @@ def test_documented_block_trains():
     ((12, 4), {"decay": None}, TypeError, "decay: expected .* or a module, got None of type NoneType"),
     ((12, 4), {"decay": ConstantDecay.alibi(8)}, ValueError, "decay: expected a module for 4 heads, got one for 8"),
     *(((12, 4), {name: 1}, TypeError, f"{name}: expected a bool, got 1 of type int")
-      for name in ("causal", "bias", "output_gate", "sink")),
+      for name in ("causal", "bias", "output_gate", "sink", "kv_shift", "output_norm")),
     ((12, 4), {"qk_norm": None}, TypeError, "qk_norm: expected a bool or .per_head., got None"),
     ((12, 4), {"position": "rotary"}, TypeError, "position: expected a torch.nn.Module, got 'rotary' of type str"),
     ((12, 4), {"scale": "big"}, ValueError, "scale: expected a number, 'learned' or None, got 'big'"),

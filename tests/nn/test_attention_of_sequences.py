@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from cached_layers import PRO
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,7 +30,7 @@ def layer_of(**options) -> DecayFlashAttention:
     )),
 ])
 def test_layer_compiles_to_one_graph_for_every_length(kind, backend, device):
-    layer = DecayFlashAttention(16, 4, window_size=(5, 0), sink=True, backend=backend, device=device)
+    layer = DecayFlashAttention(16, 4, window_size=(5, 0), sink=True, **PRO, backend=backend, device=device)
     torch.compiler.reset()
     counter = CompileCounter()
     compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cached_layers import BACKENDS, DEVICE, HEADS, WIDTH, Rotary, build, tokens
+from cached_layers import BACKENDS, DEVICE, GROUPED_PRO, HEADS, PRO, WIDTH, Resets, Rotary, build, by_hand, tokens
 from pairwise import pairwise
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,16 +22,9 @@ OPTIONS = {
         "scale": "learned",
     },
     "window and sink": {"window_size": (6, 0), "sink": True},
+    "pro": GROUPED_PRO | {"position": Rotary()}, "pro and window": PRO | {"window_size": (4, 0)},
+    "shift": {"kv_shift": True, "num_kv_heads": 1, "sink": True},
 }
-
-
-class Resets(nn.Module):
-    """A decay of one's own: λ from x, and a reset of one head wherever the first channel of x is above a threshold."""
-
-    def forward(self, x):
-        resets = x[..., :1] > torch.tensor([0.5, 1.0, 2.0, math.inf]).to(x)
-        log_decay = x[..., :HEADS].to(torch.promote_types(x.dtype, torch.float32)).sigmoid() - 0.8
-        return log_decay.masked_fill(resets, -1e9 if x.shape[1] % 2 else -math.inf)  # the same, both
 
 
 DECAYS = {
@@ -56,6 +49,13 @@ def no_gradients():
         yield
 
 
+@pytest.fixture
+def few(monkeypatch):
+    """8 tokens besides the window, and 5 unshifted ones, so that short sequences move many out."""
+    monkeypatch.setattr(decayattn.nn.cache, "_SLACK", 8)
+    monkeypatch.setattr(decayattn.nn.cache, "_UNSHIFTED", 5)
+
+
 def in_parts(layer, x, parts, cache=None):
     """The layer's outputs when x comes in parts of these lengths, each behind the earlier ones."""
     assert sum(parts) == x.shape[1]
@@ -68,17 +68,17 @@ def assert_close(got, want):
 
 
 @pytest.mark.parametrize(("parts", "backend", "decay", "options"), pairwise(
-    [[19, *[1] * 5], [1] * 24, [7, 9, 8], [0, 3, 0, 1, 20]], BACKENDS, [*DECAYS], [*OPTIONS]
+    [[12, *[1] * 4], [1] * 16, [4, 7, 5], [0, 3, 0, 1, 12]], BACKENDS, [*DECAYS], [*OPTIONS]
 ))
-def test_parts_give_rows_of_the_whole_sequence(parts, backend, decay, options):
-    layer, x = build(backend, decay=DECAYS[decay](), **OPTIONS[options]), tokens()
-    cache, whole = layer.make_cache(2, 24), layer(x)
+def test_parts_give_rows_of_the_whole_sequence(parts, backend, decay, options, few):
+    layer, x = build(backend, decay=DECAYS[decay](), **OPTIONS[options]), tokens(2, 16)
+    cache, whole = layer.make_cache(2, 16), layer(x)
     assert_close(in_parts(layer, x, parts, cache), whole)
     assert (cache.alpha is None) == (decay in ("alibi", "learned", "none"))
-    if options != "window and sink":  # its old tokens move out
-        with pytest.raises(ValueError, match=r"k: expected tokens that fit, got 5 more: .* = 24, .* up to 24 tokens"):
+    if "window" not in options:  # its old tokens move out
+        with pytest.raises(ValueError, match=r"k: expected tokens that fit, got 5 more: .* = 16, .* up to 16 tokens"):
             layer(x[:, :5], cache=cache)
-        assert (cache.longest, cache.lengths.tolist()) == (24, [24, 24])
+        assert (cache.longest, cache.lengths.tolist()) == (16, [16, 16])
 
 
 @pytest.mark.parametrize(("side", "backend", "decay", "options"), pairwise(
@@ -252,7 +252,7 @@ def test_inference_mode_cache_works_outside_of_it(decay):
 
 def test_reset_makes_a_new_cache():
     """Also for another kind of decay."""
-    scalar, constant, x = build(decay=Resets()), build(decay="constant"), tokens()
+    scalar, constant, x = build(decay=Resets(), **PRO), build(decay="constant", **PRO), tokens()
     cache, buffers = scalar.make_cache(2, 24), set()
     for layer in (scalar, scalar, constant, scalar):
         assert_close(in_parts(layer, x, [9, 1, 14], cache), layer(x))
@@ -328,7 +328,7 @@ def test_alpha_of_a_head_is_consecutive_in_memory():
 
 
 @pytest.mark.parametrize("window_size", [None, (5, 0)])
-def test_calls_do_not_synchronise(window_size, slack):
+def test_calls_do_not_synchronise(window_size, few):
     """Fake tensors have no values: whatever asks for one raises."""
     layer = build(decay="scalar", window_size=window_size)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -344,12 +344,6 @@ def test_calls_do_not_synchronise(window_size, slack):
 # Windows
 
 
-@pytest.fixture
-def slack(monkeypatch):
-    """8 tokens besides the window, so that short sequences move many out."""
-    monkeypatch.setattr(decayattn.nn.cache, "_SLACK", 8)
-
-
 @pytest.mark.parametrize(
     ("parts", "backend", "decay", "dtype"),
     pairwise(
@@ -357,7 +351,7 @@ def slack(monkeypatch):
         [torch.float64, torch.float16],
     ),
 )
-def test_window_bounds_a_cache(parts, backend, decay, dtype, slack):
+def test_window_bounds_a_cache(parts, backend, decay, dtype, few):
     """Rows, positions and addresses stay those of a cache that holds every token."""
     layer = build(backend, dtype=dtype, decay=DECAYS[decay](), window_size=(5, 0), position=Rotary(), head_dim=6)
     x = tokens(2, 30, dtype)
@@ -374,34 +368,44 @@ def test_window_bounds_a_cache(parts, backend, decay, dtype, slack):
         torch.testing.assert_close(torch.cat(rows, 1), layer(x), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("decay", ["custom", "alibi"])
-def test_windowed_entries_have_their_own_lengths(decay, slack):
-    """Through padding, reordering, selecting, growing, eviction and removed tokens."""
-    layer = build(decay=DECAYS[decay](), window_size=(5, 0), position=Rotary(), head_dim=6)
-    cache, texts = layer.make_cache(3, 9), [torch.zeros(0, WIDTH).to(tokens()) for _ in range(3)]
-    for call in range(30):
-        x, counts = tokens(len(texts), [1, 6, 20, 1][call % 4]), [call % 3, 1 + call % 5, 20]
-        counts = [min(counts[b % 3], x.shape[1]) for b in range(len(texts))]
-        y = layer(x, cache=cache, new_lengths=torch.tensor(counts, device=DEVICE))
-        for b, count in enumerate(counts):
-            texts[b] = torch.cat([texts[b], x[b, :count]])
-            whole = layer(texts[b][None])[0, len(texts[b]) - count :]
-            assert_close(y[b, :count], whole) if count else None
-        if call % 7 == 3:
-            index = [1, 0, 2, 1][: 3 + call % 2]
-            (cache.reorder if len(index) == len(texts) else cache.select)(torch.tensor(index, device=DEVICE))
-            texts = [texts[b] for b in index]
-        if call % 9 == 5 and decay == "alibi":  # resets among them would stay
-            cache.crop(1)
-            texts = [text[:-1] for text in texts]
-        if call == 20:
-            cache.grow(100)
-        cache.evict(1e-300, 100.0)
+@pytest.mark.parametrize("side", ["new_lengths", "left", "right"])
+@pytest.mark.parametrize("options", [{"window_size": (5, 0), "position": Rotary(), "head_dim": 6}, GROUPED_PRO, PRO])
+def test_cache_keeps_entries_through_every_change(options, side, few):
+    """Padded calls, then removed, reordered, repeated, grown and evicted entries; each alone by the whole sequence."""
+    layer = build(decay=Resets(), **{"qk_norm": True} | options)
+    cache, texts = layer.make_cache(3, 20), [tokens(1, 0)[0] for _ in range(3)]
+    generator = torch.Generator().manual_seed(0)
+    for call in range(24):
+        rows = len(texts)
+        counts = torch.randint(0, [3, 1, 8][call % 3] + 1, (rows,), generator=generator)
+        x = tokens(rows, max(1, int(counts.max())))
+        x[..., 0].clamp_(max=2 if call % 2 else 0.4)  # some calls without resets
+        index = torch.arange(x.shape[1])
+        mask = (index >= x.shape[1] - counts[:, None]) if side == "left" else (index < counts[:, None])
+        mask = mask.to(DEVICE)
+        given = {"new_lengths": counts.to(DEVICE)} if side == "new_lengths" else {"padding_mask": mask}
+        cache.grow(cache.longest + 20)
+        y = layer(torch.where(mask[..., None], x, torch.nan), cache=cache, **given)
+        for b in range(rows):
+            texts[b] = torch.cat([texts[b], x[b][mask[b]]])
+            if counts[b] > 0:
+                assert_close(y[b][mask[b]], by_hand(layer, texts[b])[len(texts[b]) - int(counts[b]) :])
+        if call % 4 == 1:  # up to 2 of at most 5; those with a reset stay, which a crop does not undo
+            removed = [min(n, len(text)) for n, text in zip((2, 1, 0), texts, strict=True)]
+            removed = [n * bool((text[len(text) - n :, 0] < 0.5).all()) for n, text in zip(removed, texts, strict=True)]
+            cache.crop(removed if call % 8 == 1 else torch.tensor(removed, device=DEVICE))
+            texts = [text[: len(text) - n] for n, text in zip(removed, texts, strict=True)]
+        if call % 4 == 2:
+            order = torch.randint(0, rows, (rows,), generator=generator)
+            (cache.reorder if call % 8 == 2 else cache.select)(order.to(DEVICE))
+            texts = [texts[n].clone() for n in order]
+        if call % 4 == 3:
+            cache.evict(1e-14, layer.score_bound())
+            cache = copy.deepcopy(cache)
         assert (cache.dropped + cache.lengths).tolist() == [len(text) for text in texts]
-        assert cache.keys.shape[1] == (9 if call < 20 else 13)
 
 
-def test_crop_refuses_to_empty_the_window(slack):
+def test_crop_refuses_to_empty_the_window(few):
     q, k, v = torch.randn(3, 1, 40, HEADS, 8, device=DEVICE)
     cache = DecayCache(1, 99, num_heads=HEADS, head_dim=8, window_size=(5, 0))
     attend = functools.partial(cache.attend, log_decay=-0.1, window_size=(5, 0))
@@ -419,7 +423,7 @@ def test_crop_refuses_to_empty_the_window(slack):
         assert (cache.longest, cache.lengths.item()) == (6, 6)
 
 
-def test_crop_checks_the_window_of_each_entry(slack):
+def test_crop_checks_the_window_of_each_entry(few):
     """Tokens of entry 0 were evicted, and never moved out of the window; reordering takes that along."""
     q, k, v = torch.randn(3, 2, 40, HEADS, 8, device=DEVICE)
     cache = DecayCache(2, 99, num_heads=HEADS, head_dim=8, window_size=(5, 0))
@@ -437,6 +441,39 @@ def test_crop_checks_the_window_of_each_entry(slack):
     cache.reorder(torch.zeros(2, dtype=torch.int32, device=DEVICE))
     cache.crop(2)
     assert cache.lengths.tolist() == [2, 2]
+
+
+def test_crop_restores_unshifted_tokens_or_raises(monkeypatch):
+    monkeypatch.setattr(decayattn.nn.cache, "_UNSHIFTED", 4)
+    layer, x = build(**PRO), tokens(2, 12)
+    cache = layer.make_cache(2, 24)
+    layer(x, cache=cache)
+    for bad in (4, [0, 5], torch.tensor([11, 0], device=DEVICE)):
+        with pytest.raises((ValueError, RuntimeError), match="tokens: expected fewer than 4, or all"):
+            cache.crop(bad)
+    cache.crop([3, 1])
+    y = tokens(2, 2)
+    out = layer(y, cache=cache)
+    for b, kept in enumerate((9, 11)):
+        assert_close(out[b], by_hand(layer, torch.cat([x[b, :kept], y[b]]))[kept:])
+    # entry 0 wrote 12 tokens and has 11: slots hold tokens 8 … 11
+    with pytest.raises((ValueError, RuntimeError), match="tokens: expected fewer than 4, or all"):
+        cache.crop([3, 0])
+    cache.crop([2, 13])
+    out = layer(y, cache=cache)
+    assert_close(out[1], by_hand(layer, y[1]))
+    assert_close(out[0], by_hand(layer, torch.cat([x[0, :9], y[0]]))[9:])
+
+
+def test_cropped_reset_still_hides_earlier_tokens():
+    layer, x = build(decay=Resets(), **PRO), tokens(1, 9)
+    x[..., 0] = 0
+    x[:, 8, 0] = 10  # resets every head
+    cache, y = layer.make_cache(1, 24), tokens(1, 3)
+    y[..., 0] = 0
+    layer(x, cache=cache)
+    cache.crop(1)
+    assert_close(layer(y, cache=cache)[0], by_hand(layer, y[0]))
 
 
 def test_errors_name_windows_wider_than_the_cache():
@@ -476,6 +513,18 @@ def test_cache_refuses_gradients():
     layer.requires_grad_(False)
     with torch.enable_grad():
         layer(x, cache=cache)
+    assert cache.longest == 24
+
+
+def test_cache_refuses_tokens_without_a_shift():
+    layer, plain, x = build(kv_shift=True, num_kv_heads=1), build(num_kv_heads=1), tokens()
+    cache = layer.make_cache(2, 60)
+    plain(x, cache=cache)
+    with pytest.raises(ValueError, match="cache: expected tokens of a layer with kv_shift, got others"):
+        layer(x, cache=cache)
+    q, k = torch.randn(2, 3, HEADS, 3).to(x), torch.randn(2, 3, 1, 3).to(x)
+    with pytest.raises(ValueError, match=r"unshifted: expected the shape and device of v, \(2, 3, 1, 3\)"):
+        cache.attend(q, k, k, torch.zeros(2, 3, HEADS).to(x), unshifted=(k, k[:, :2]))
     assert cache.longest == 24
 
 
@@ -555,7 +604,7 @@ def test_errors_name_bad_entries_and_counts():
 @pytest.mark.parametrize(("window", "kind"), [
     (None, list), ((5, 0), tuple), (None, torch.tensor), ((5, 0), lambda x: torch.tensor(x, dtype=torch.int32)),
 ])
-def test_crop_removes_drafts_of_each_entry(window, kind, slack):
+def test_crop_removes_drafts_of_each_entry(window, kind, few):
     """The cache has room for accepted tokens and one draft; an entry may accept none, or lose all it has."""
     layer = build(decay=DECAYS["scalar"](), window_size=window, position=Rotary(), head_dim=6)
     cache, texts = layer.make_cache(3, 24), [torch.zeros(0, WIDTH).to(tokens()) for _ in range(3)]

@@ -6,20 +6,20 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from cached_layers import Rotary
+from cached_layers import GROUPED_PRO, HEADS, WIDTH, Resets, Rotary, by_hand
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import decayattn.nn.attention
 from decayattn import DecayFlashAttention, decay_attention
-from decayattn.nn import ConstantDecay
+from decayattn.nn import ConstantDecay, ScalarDecay
 
-WIDTH, HEADS = 12, 4
 LENGTHS = [7, 3, 0, 5]
 LAYERS = {
     "plain": {}, "window and sink": {"window_size": (3, 1), "sink": True, "scale": 0.7},
-    "not causal": {"causal": False},
-    "rotary": {"position": Rotary(), "head_dim": 6, "scale": -1}, "one key head": {"num_kv_heads": 1, "value_dim": 7},
+    "not causal": {"causal": False, "kv_shift": True, "output_norm": True}, "pro": GROUPED_PRO,
+    "rotary": {"position": Rotary(), "head_dim": 6, "scale": -1, "qk_norm": "per_head"},
+    "one key head": {"num_kv_heads": 1, "value_dim": 7, "kv_shift": True, "scale": "learned", "sink": True},
     "everything": {
         "num_kv_heads": 2, "value_dim": 5, "bias": True, "qk_norm": True, "output_gate": True, "scale": "learned",
     },
@@ -35,9 +35,11 @@ class Own(nn.Module):
 
     def forward(self, x):
         return self.weight * x[..., :1].sigmoid()
+
+
 DECAYS = {
     "scalar": lambda: "scalar", "learned": lambda: ConstantDecay.alibi(HEADS, learned=True), "frozen": lambda: "retnet",
-    "own": Own, "none": lambda: "none",
+    "own": Own, "resets": Resets, "none": lambda: "none",
 }
 # what a call may be given besides x: log_decay (H,) or (B, T, H), and memory
 NEW = ["own decay", "rates", "per token", "memory", "memory, rates", "memory, per token"]
@@ -70,37 +72,6 @@ def entries(new: str, lengths: list[int] = LENGTHS) -> list[dict[str, Tensor]]:
             entry["log_decay"] = -torch.rand(length, HEADS).double()
         found.append({name: tensor.requires_grad_() for name, tensor in entry.items()})
     return found
-
-
-def by_hand(layer: DecayFlashAttention, entry: dict[str, Tensor], resets: Tensor | None = None) -> Tensor:
-    """The layer's documentation for one entry, (T, WIDTH)."""
-    x, log_decay = entry["x"][None], entry.get("log_decay")
-    memory = entry["memory"][None] if "memory" in entry else x
-    bias = layer.in_proj.bias
-    biases = [None] * 4 if bias is None else bias.split(layer.split_sizes)
-    weights = layer.in_proj.weight.split(layer.split_sizes)
-    sources = (x, memory, memory, x)
-    q, k, v, gate = (F.linear(*operands) for operands in zip(sources, weights, biases, strict=True))
-    q, k = q.unflatten(-1, (HEADS, -1)), k.unflatten(-1, (layer.num_kv_heads, -1))
-    if layer.qk_norm:
-        q, k = (
-            x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight
-            for x, norm in ((q, layer.q_norm), (k, layer.k_norm))
-        )
-    if layer.position is not None:
-        q, k = layer.position(q, k)
-    if log_decay is None and layer.decay is not None:
-        log_decay = layer.decay(memory)
-    elif log_decay is not None and log_decay.ndim == 2:
-        log_decay = log_decay[None]
-    if resets is not None:
-        log_decay = log_decay.masked_fill(resets[:, None], -math.inf)
-    scale = layer.scale if layer.log_scale is None else layer.log_scale.exp() / layer.head_dim**0.5
-    out = decay_attention(
-        q, k, v.unflatten(-1, (layer.num_kv_heads, -1)), log_decay, scale=scale, causal=layer.causal,
-        window_size=layer.window_size, sink=layer.sink, backend="reference",
-    ).flatten(-2)
-    return layer.out_proj(out * gate.sigmoid() if layer.output_gate else out)[0]
 
 
 def padded(tensors: list[Tensor], side: str, filling: float = math.nan) -> tuple[Tensor, Tensor]:
@@ -191,7 +162,7 @@ def expected_refusal(layer: DecayFlashAttention, call: str, new: str) -> str | N
         refused = {"packed": "cu_seqlens", "resets": "resets", "cached": "cache", "cached left": "cache"}.get(call)
         if refused is not None and (layer.causal or refused != "cache"):
             return f"{refused}: expected None with memory; "
-    per_token = new == "per token" or (new == "own decay" and getattr(layer.decay, "weight", None) is not None)
+    per_token = new == "per token" or (new == "own decay" and isinstance(layer.decay, Resets | Own | ScalarDecay))
     if call.startswith("cached") and not layer.causal:
         return "cache: expected a layer with causal=True"
     if call == "resets" and not per_token:
@@ -218,7 +189,7 @@ def test_calls_are_their_entries_or_raise(options, decay, new):
             continue
         found = torch.cat(run(layer, call, given))
         resets = torch.arange(7) % 3 == 2 if call == "resets" else None
-        wanted = torch.cat([by_hand(layer, entry, resets) for entry in given])
+        wanted = torch.cat([by_hand(layer, **entry, resets=resets) for entry in given])
         torch.testing.assert_close(found, wanted)
         if call.startswith("cached"):
             continue
@@ -238,7 +209,7 @@ def test_calls_are_their_entries_or_raise(options, decay, new):
 ])
 def test_calls_compile_checkpoint_and_narrow(how, new, device, monkeypatch):
     """Outputs and gradients of a padded call are the eager ones, and no log-decay is rounded."""
-    layer = build("everything", backend="reference").to(device)
+    layer = build("pro", backend="reference").to(device)
     given = entries(new, [6, 4, 5])
     arguments, rows = batched(given, "left", filling=0.0)
     inputs = [*dict.fromkeys(x for entry in given for x in entry.values()), *layer.parameters()]
@@ -322,6 +293,6 @@ def test_sequences_may_be_longer_than_the_memory():
         layer = build("plain", decay, causal=causal)
         entry = {"x": x[0], "memory": memory[0]}
         out = layer(x, memory=memory)
-        torch.testing.assert_close(out[0], by_hand(layer, entry))
+        torch.testing.assert_close(out[0], by_hand(layer, **entry))
         assert (out[:, :3] == 0).all() == causal
     torch.testing.assert_close(layer(x, memory=x), layer(x))

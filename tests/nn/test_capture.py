@@ -55,7 +55,8 @@ def capture(request, monkeypatch):
 def layers_of(device, number=2):
     torch.manual_seed(0)
     decays = [ScalarDecay(32, 4, initial_half_lives=(0.3, 0.6)) for _ in range(number)]
-    layers = [DecayFlashAttention(32, 4, num_kv_heads=2, decay=decay, qk_norm=True, sink=True) for decay in decays]
+    options = {"num_kv_heads": 2, "qk_norm": True, "sink": True, "kv_shift": True}
+    layers = [DecayFlashAttention(32, 4, decay=decay, **options) for decay in decays]
     return [layer.to(device).requires_grad_(False) for layer in layers]
 
 
@@ -105,16 +106,17 @@ def test_trial_of_a_step_keeps_the_cache():
     [layer] = layers_of("cpu", 1)
     cache = layer.make_cache(1, 20)
     layer(torch.randn(1, 7, 32), cache=cache)
-    before = [x.clone() for x in (cache.lengths, cache.first, cache._log_evicted)]
+    before = [x.clone() for x in (cache.lengths, cache.first, cache._log_evicted, cache._written, *cache._unshifted)]
     sizes = []
     q, k, v = torch.randn(1, 1, 4, 8), *torch.randn(2, 1, 1, 2, 8)
     with pytest.MonkeyPatch.context() as patch:
         decode = reference.decode
         patch.setattr(reference, "decode", lambda *a, longest, **o: sizes.append(longest) or decode(*a, **o))
         with cache._trial():
-            cache.attend(q, k, v, torch.full((1, 1, 4), -torch.inf))
+            cache.attend(q, k, v, torch.full((1, 1, 4), -torch.inf), unshifted=(k, v))
             assert cache.longest == 8
             assert (cache.first == 7).all()
+        assert all(map(torch.equal, before[3:], (cache._written, *cache._unshifted)))
         cache.attend(q, k, v, torch.zeros(1, 1, 4))
     assert sizes == [20, 8]
     after = (cache.lengths - 1, cache.first, cache._log_evicted)

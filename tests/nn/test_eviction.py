@@ -232,6 +232,14 @@ def test_score_bound_bounds_the_scores(scale, dtype, monkeypatch):
         build().score_bound()
 
 
+def test_score_bound_is_that_of_each_head():
+    layer = build(qk_norm="per_head", num_kv_heads=2, scale=0.5)
+    q_gain, k_gain = (n.weight.view(-1, 3).abs().amax(1) for n in (layer.q_norm, layer.k_norm))
+    bound = 0.5 * 3 * q_gain * k_gain.repeat_interleave(2)
+    assert (layer.score_bound() >= bound).all()
+    assert (layer.score_bound() <= 1.05 * bound).all()
+
+
 # Errors
 
 

@@ -84,7 +84,7 @@ def grouped(of, **options):
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_parameter_groups_decay_matrices_alone(decay):
-    of = model(decay, sink=True, scale="learned", bias=True, qk_norm=True)
+    of = model(decay, sink=True, scale="learned", bias=True, qk_norm="per_head", output_norm=True)
     of.blocks[0].attention.q_norm.requires_grad_(False)
     decayed, others = grouped(of)
     assert decayed == ["embedding.weight", "blocks.0.attention.in_proj.weight", "blocks.0.attention.out_proj.weight"]
