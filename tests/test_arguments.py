@@ -25,6 +25,10 @@ def packed_arguments(**changes) -> dict:
     return tensors | lengths | dict(max_seqlen_q=3, max_seqlen_k=3) | changes
 
 
+def fraction_arguments(**changes) -> dict:
+    return dict(q=torch.zeros(1, 4, 1, 8), k=torch.zeros(1, 4, 1, 8), log_decay=-1.0) | changes
+
+
 META = {"device": "meta"}
 # decay_attention's tensors, log-decay, scale and names
 TENSORS = [
@@ -39,7 +43,6 @@ TENSORS = [
     ({"v": torch.zeros(2, 6, 4, 7)}, ValueError, r"^v: expected the number of heads of k, 2, got 4"),
     ({"k": torch.zeros(2, 6, 2, 9)}, ValueError, r"^k: expected the head dimension of q, 8, got 9"),
     ({"k": torch.zeros(2, 6, 3, 8), "v": torch.zeros(2, 6, 3, 7)}, ValueError, r"^k: expected heads .*, got 3 for 4"),
-    ({"k": torch.zeros(2, 6, 0, 8), "v": torch.zeros(2, 6, 0, 7)}, ValueError, r"^k: expected heads .*, got 0 for 4"),
     ({"q": torch.zeros(2, 5, 4, 257), "k": torch.zeros(2, 6, 2, 257)}, ValueError, r"^q: .* from 1 to 256, got 257"),
     ({"v": torch.zeros(2, 6, 2, 0)}, ValueError, r"^v: expected a head dimension from 1 to 256, got 0"),
     ({"causal": 1}, TypeError, r"^causal: expected a bool, got 1 of type int"),
@@ -49,14 +52,11 @@ TENSORS = [
         r"^causal: expected T_q <= T_k with causal=False and a log_decay.*first 2 query rows.*T_q = 8, T_k = 6",
     ),
     ({"log_decay": -INF}, ValueError, r"^log_decay: expected a finite number, got -inf"),
-    ({"log_decay": math.nan}, ValueError, r"^log_decay: expected a finite number, got nan"),
     ({"log_decay": 1e39}, ValueError, r"^log_decay: expected a finite number, got 1e\+39 \(q: torch.float32\)"),
     ({"log_decay": True}, TypeError, r"^log_decay: expected None, a number or a tensor, got True of type bool"),
     ({"log_decay": torch.zeros(4).bfloat16()}, TypeError, r"^log_decay: expected float32, got .*bfloat16.*\.float\(\)"),
     ({"log_decay": torch.zeros(4).double()}, TypeError, r"^log_decay: expected .* \(or float64 with float64 q, k, v\)"),
-    ({"log_decay": torch.zeros(4, **META)}, ValueError, r"^log_decay: expected the device of q, cpu, got meta"),
     ({"scale": 1e39}, ValueError, r"^scale: expected a finite number, got 1e\+39 \(q: torch.float32\)"),
-    ({"scale": -(10**400)}, ValueError, r"^scale: expected a finite number, got -1000"),
     ({"scale": torch.ones(4).double()}, TypeError, r"^scale: expected float32, bfloat16 or .*got torch.float64"),
     ({"scale": torch.ones(4, **META)}, ValueError, r"^scale: expected the device of q, cpu, got meta"),
     ({"scale": torch.ones(6, 4)}, ValueError, r"^scale: .* to \(B, T_q, H\) = \(2, 5, 4\), got shape \(6, 4\)"),
@@ -65,8 +65,6 @@ TENSORS = [
 # of both functions
 COMMON = [
     ({"window_size": 3}, TypeError, r"^window_size: expected None or a pair \(left, right\), got 3 of type int"),
-    ({"window_size": (3,)}, TypeError, r"^window_size: expected None or a pair \(left, right\), got \(3,\) of type"),
-    ({"window_size": (True, 1)}, TypeError, r"^window_size: expected two ints, got \(True, 1\)"),
     ({"window_size": (np.bool_(1), 0)}, TypeError, r"^window_size: expected two ints, got \(np.True_, 0\)"),
     ({"log_decay": np.zeros(4)}, TypeError, r"^log_decay: expected None, a number or a tensor, got array.*numpy"),
     ({"window_size": (3, -2)}, ValueError, r"^window_size: expected numbers of tokens, or -1 .*got \(3, -2\)"),
@@ -74,12 +72,11 @@ COMMON = [
     ({"sink": torch.zeros(4).to(torch.float8_e4m3fn)}, TypeError, r"^sink: expected float32, .*got torch.float8_e4m"),
     ({"sink": torch.zeros(2)}, ValueError, r"^sink: expected one logit per head, \(H,\) = \(4,\), got \(2,\)"),
 ]
-COMMON += [
+TOLERANCES = [
     ({"skip_tolerance": value}, error, rf"^skip_tolerance: expected 'auto', None or a number .*0 and 1.*{message}")
     for value, error, message in (
-        ("none", ValueError, "got 'none'"), (0.0, ValueError, "got 0.0"), (-1e-3, ValueError, "got -0.001"),
-        (1, ValueError, "got 1"), (math.nan, ValueError, "got nan"), (INF, ValueError, "got inf"),
-        (True, TypeError, "got True of type bool"), (torch.tensor(0.1), TypeError, "of type torch.Tensor"),
+        ("none", ValueError, "got 'none'"), (0.0, ValueError, "got 0.0"), (1, ValueError, "got 1"),
+        (math.nan, ValueError, "got nan"), (True, TypeError, "got True of type bool"),
     )
 ]
 # of padded sequences
@@ -107,9 +104,7 @@ OFFSETS = [
         (torch.zeros(3), TypeError, r"expected int32 or int64, got torch.float32"),
         (torch.zeros(3, device="meta").int(), ValueError, r"expected the device of q, cpu, got meta"),
         (torch.zeros(3, 1).int(), ValueError, r"expected shape \(sequences \+ 1,\), got \(3, 1\)"),
-        (torch.zeros(0).int(), ValueError, r"expected shape \(sequences \+ 1,\), got \(0,\)"),
         (int32(3, 2, 3), ValueError, r"expected offsets that never fall, got others; from lengths, compute"),
-        (torch.tensor([0, 4, 3]), ValueError, r"expected offsets that never fall"),
     )
 ]
 BOUNDS = [
@@ -118,7 +113,6 @@ BOUNDS = [
     for value, error, message in (
         (3.0, TypeError, r"expected an int, got 3.0 of type float"),
         (torch.tensor(5), TypeError, r"expected an int, got tensor\(5\) of type torch.Tensor"),  # it may be on a GPU
-        (True, TypeError, r"expected an int, got True of type bool"),
         (-1, ValueError, r"expected at least 0, got -1"),
     )
 ]
@@ -126,13 +120,13 @@ PACKED_TENSORS = [
     ({"cu_seqlens_k": int32(0, 6)}, ValueError, r"^cu_seqlens_k: .* the shape of cu_seqlens_q, \(3,\), got \(2,\)"),
     ({"q": torch.zeros(1, 5, 4, 8)}, ValueError, r"^q: expected 3 dimensions \(tokens, .*got shape \(1, 5, 4, 8\)"),
     ({"scale": torch.zeros(6, 4)}, ValueError, r"^scale: .*\(total_q, H\) = \(5, 4\), got shape \(6, 4\)"),
-    ({"causal": 0}, TypeError, r"^causal: expected a bool, got 0 of type int"),
 ]
 REFUSALS = [
     (call, arguments, *refusal)
     for call, arguments, refusals in (
-        (decay_attention, dense_arguments, TENSORS + COMMON + LENGTHS + BIASES),
-        (decay_attention_varlen, packed_arguments, COMMON + OFFSETS + BOUNDS + PACKED_TENSORS),
+        (decay_attention, dense_arguments, TENSORS + COMMON + TOLERANCES + LENGTHS + BIASES),
+        (decay_attention_varlen, packed_arguments, COMMON + TOLERANCES + OFFSETS + BOUNDS + PACKED_TENSORS),
+        (visited_fraction, fraction_arguments, TOLERANCES),
     )
     for refusal in refusals
 ]
@@ -193,16 +187,3 @@ def test_bounds_of_lengths_may_exceed_32_bits(longest):
     assert torch.equal(decay_attention_varlen(**given | lengths), decay_attention_varlen(**given))
     layer, x, cu_seqlens = DecayFlashAttention(8, 1), torch.randn(1, 5, 8), int32(0, 2, 5)
     assert torch.equal(layer(x, cu_seqlens=cu_seqlens, max_seqlen=longest), layer(x, cu_seqlens=cu_seqlens))
-
-
-# The tolerance of skipping
-
-
-@pytest.mark.parametrize("value", [0.0, True])
-def test_errors_name_skip_tolerance_of_other_functions(value):
-    q = torch.zeros(1, 4, 1, 8)
-    for call in (lambda **x: visited_fraction(q, q, -1.0, **x), lambda **x: DecayFlashAttention(8, 1, **x)):
-        with pytest.raises((ValueError, TypeError), match=r"^skip_tolerance: expected 'auto', None or a number"):
-            call(skip_tolerance=value)
-        for good in ("auto", None, 1e-9, 0.5):
-            call(skip_tolerance=good)

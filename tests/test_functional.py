@@ -131,19 +131,17 @@ def test_numpy_integers_reach_backends_as_ints(integer, asked):
 # Heads before tokens
 
 
-@pytest.mark.parametrize("name", ["k", "log_decay", "scale", "sink", "bias", "constant"])
-def test_errors_recognise_heads_before_tokens(name):
+@pytest.mark.parametrize(("refused", "rows", "others"), [
+    ("k", 3, {}), ("log_decay", 5, {}), ("log_decay", 5, {"log_decay": torch.zeros(4)}),
+    ("scale", 5, {"log_decay": None, "scale": torch.ones(2, 5, 4)}),
+    ("sink", 5, {"log_decay": None, "sink": torch.zeros(4)}),
+    ("bias", 5, {"log_decay": None, "bias": torch.zeros(4, 5, 5)}),
+])
+def test_errors_recognise_heads_before_tokens(refused, rows, others):
     """(B, H, T, D), as scaled_dot_product_attention takes it, where the shapes cannot be (B, T, H, D)."""
-    rows = 3 if name == "k" else 5
-    arguments = {x: tensor.mT if x == "log_decay" else tensor for x, tensor in make(rows=rows, keys=5).items()}
-    arguments = {x: tensor.transpose(1, 2) for x, tensor in arguments.items()}  # log_decay as it was
-    others = {"log_decay": {}, "k": {}, "constant": {"log_decay": torch.zeros(4)}}
-    others |= {"scale": {"scale": torch.ones(2, 5, 4)}, "sink": {"sink": torch.zeros(4)}}
-    others |= {"bias": {"bias": torch.zeros(4, 5, 5)}}
-    arguments |= {} if name in ("k", "log_decay") else {"log_decay": None}
-    refused = "log_decay" if name == "constant" else name
+    arguments = {x: tensor.transpose(1, 2) if x in "qkv" else tensor for x, tensor in make(rows=rows, keys=5).items()}
     with pytest.raises(ValueError, match=rf"^{refused}: .*; q, k, v: expected \(B, T, H, D\); .*like \(B, H, T, D\)"):
-        decay_attention(**arguments | others[name])
+        decay_attention(**arguments | others)
     in_heads = {x: tensor.transpose(0, 1) if x in "qkv" else tensor for x, tensor in packed(make(), 0, 5).items()}
     with pytest.raises(ValueError, match=r"^log_decay: .*; q, k, v: expected \(T, H, D\); these look like \(H, T, D\)"):
         decay_attention_varlen(**in_heads)
@@ -153,9 +151,8 @@ def test_errors_recognise_heads_before_tokens(name):
 
 
 @pytest.mark.parametrize(("name", "hint"), [
-    ("softmax_scale", "use scale"), ("alibi_slopes", r"use log_decay, \(H,\), the negated slopes"),
-    ("cu_seqlens", "decay_attention_varlen"), ("log_decays", r"did you mean log_decay\?"),
-    ("xyz", r"it takes q, k, v, log_decay, .*scale, causal, "),
+    ("softmax_scale", "use scale"), ("cu_seqlens", "decay_attention_varlen"),
+    ("log_decays", r"did you mean log_decay\?"), ("xyz", r"it takes q, k, v, log_decay, .*scale, causal, "),
 ])
 def test_errors_translate_names_of_other_libraries(name, hint):
     for function, arguments in zip(FUNCTIONS, (make(), packed(make(), 0, 5)), strict=True):

@@ -1,9 +1,6 @@
 """Context parallelism: every result and gradient of several ranks against one process."""
 
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -414,43 +411,10 @@ def test_compiled_code_leaves_the_call_to_eager_code(pool):
     assert pool.run("distributed_cases.compiled", False) == [0.0, 0.0]
 
 
-# two processes each time, which end as a script does: neither waits for the other one
-SCRIPT = """
-import os, sys, weakref
-import torch
-import torch._dynamo  # once, and not in the backward of every process
-import torch.distributed as dist
-from decayattn import DecayFlashAttention
-from decayattn.distributed import ContextParallel
-
-torch.set_num_threads(1)
-for run in range(2):
-    processes, rank = [], 0
-    while rank < 2 and (process := os.fork()):
-        processes.append(process)
-        rank += 1
-    if rank < 2:
-        break
-    if any(os.waitpid(process, 0)[1] for process in processes):
-        sys.exit(f"run {run} failed")
-else:
-    sys.exit()
-
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/{run}", rank=rank, world_size=2)
-group = weakref.ref(dist.group.WORLD)
-layer, x = DecayFlashAttention(64, 4), torch.randn(1, 40, 64)
-layer.context = ContextParallel(None, ["halo", "heads"][run % 2])
-y = layer(x)
-y.sum().backward()
-dist.destroy_process_group()
-assert group() is None, "threads of gloo are left, and abort the process if they end after Python"
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="starts processes quickly, by fork")
-def test_script_on_gloo_ends_without_a_barrier(tmp_path):
-    subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], check=True, timeout=120)
+@pytest.mark.parametrize("mode", BOTH)
+def test_destroyed_groups_are_freed(pool, mode):
+    """Threads of gloo that end after Python abort the process."""
+    assert pool.run("distributed_cases.is_group_freed", mode) == [True, True]
 
 
 @pytest.mark.parametrize("pool", POOLS, indirect=True)

@@ -5,6 +5,7 @@ import copy
 import itertools
 import math
 import os
+import weakref
 
 import pytest
 import rank_equality
@@ -425,6 +426,17 @@ def layer_errors(group, mode, *, lengths="equal", packed=False, length=60, given
         if name not in of_tokens:
             dist.all_reduce(grad, group=group)
     return {name: float((x - expected[name]).abs().max()) if x.numel() else 0.0 for name, x in found.items()}
+
+
+def is_group_freed(group, mode):
+    own = dist.new_group()
+    layer = DecayFlashAttention(64, 4)
+    layer.context = ContextParallel(own, mode)
+    layer(torch.randn(1, 40, 64)).sum().backward()
+    found = weakref.ref(own)
+    dist.destroy_process_group(own)
+    del own, layer
+    return found() is None
 
 
 def die(group):

@@ -1,10 +1,10 @@
 """The decay modules: published rates, half-lives at the start, float32 whatever happens to the model, errors."""
 
-import contextlib
 import copy
 import io
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -175,16 +175,6 @@ OWNERS = {
 }
 
 
-@contextlib.contextmanager
-def torch_future(name):
-    setting = getattr(torch.__future__, f"set_{name}_module_params_on_conversion")
-    setting(True)
-    try:
-        yield
-    finally:
-        setting(False)
-
-
 def load(module, *, assign):
     state = {name: tensor.bfloat16() for name, tensor in module.state_dict().items()}
     before = {name: tensor.dtype for name, tensor in state.items()}
@@ -194,12 +184,12 @@ def load(module, *, assign):
 
 
 def load_after_swaps(module):
-    with torch_future("swap"):
+    with mock.patch.object(torch.__future__, "_swap_module_params_on_conversion", True):
         return load(module.bfloat16(), assign=True)
 
 
 def convert_by_new_parameters(module):
-    with torch_future("overwrite"):
+    with mock.patch.object(torch.__future__, "_overwrite_module_params_on_conversion", True):
         return module.bfloat16().double()
 
 

@@ -391,13 +391,14 @@ def test_plan_shards_heads_and_their_gains(device):
     layer = model_of("scalar", device, **PRO)[0].attention
     divide(layer, device)
     assert (layer.num_heads, layer.num_kv_heads) == (2, 1)
+    found = {name: p.to_local().shape for name, p in layer.named_parameters()}
     # of q, k, v, the gate and the shifts: 32, 16, 16, 32, 2 and 2 rows in all
-    sizes = {f"in_proj.weight_{n}": (rows, WIDTH) for n, rows in enumerate((16, 8, 8, 16, 1, 1))}
-    sizes |= {name.replace("weight", "bias"): size[:1] for name, size in sizes.items()}
-    assert {name: tuple(p.to_local().shape) for name, p in layer.named_parameters()} == sizes | {
-        "sink": (2,), "log_scale": (2,), "decay.weight": (2, WIDTH), "decay.bias": (2,),
-        "out_proj.weight": (WIDTH, 16), "out_proj.bias": (WIDTH,),
-        "q_norm.weight": (16,), "k_norm.weight": (8,), "output_norm.weight": (16,),
+    for n, rows in enumerate((16, 8, 8, 16, 1, 1)):
+        assert (*found.pop(f"in_proj.weight_{n}"), *found.pop(f"in_proj.bias_{n}")) == (rows, WIDTH, rows)
+    assert found.pop("out_proj.weight") == (WIDTH, 16)
+    assert {name: shape[0] for name, shape in found.items()} == {
+        "sink": 2, "log_scale": 2, "decay.weight": 2, "decay.bias": 2, "out_proj.bias": WIDTH, "q_norm.weight": 16,
+        "k_norm.weight": 8, "output_norm.weight": 16,
     }
 
 
@@ -530,19 +531,14 @@ def test_tensor_parallelism_takes_options_of_the_layer(device):
     assert_close({"out": out.full_tensor(), "x": given.grad.full_tensor()}, {"out": expected, "x": plain.grad})
 
 
-class OwnDecay(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.new_zeros(HEADS)
-
-
 @on_ranks
 def test_errors_name_layers_that_cannot_be_divided(device):
     for layer, message in (
         (DecayFlashAttention(WIDTH, HEADS, num_kv_heads=1), "num_kv_heads: expected a multiple of the 2 ranks, got 1"),
         (DecayFlashAttention(WIDTH, 1), "num_heads: expected a multiple of the 2 ranks, got 1"),
         (
-            DecayFlashAttention(WIDTH, HEADS, decay=OwnDecay()),
-            "decay: expected a ScalarDecay, a ConstantDecay or none to divide among the ranks, got a OwnDecay",
+            DecayFlashAttention(WIDTH, HEADS, decay=nn.Linear(WIDTH, HEADS)),
+            "decay: expected a ScalarDecay, a ConstantDecay or none to divide among the ranks, got a Linear",
         ),
     ):
         with pytest.raises(ValueError, match=message):
