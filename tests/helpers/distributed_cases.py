@@ -429,10 +429,12 @@ def layer_errors(group, mode, *, lengths="equal", packed=False, length=60, given
 
 
 def is_group_freed(group, mode):
+    """True if nothing holds a destroyed group after a backward, while its output lives."""
     own = dist.new_group()
     layer = DecayFlashAttention(64, 4)
     layer.context = ContextParallel(own, mode)
-    layer(torch.randn(1, 40, 64)).sum().backward()
+    y = layer(torch.randn(1, 40, 64))
+    y.sum().backward()
     found = weakref.ref(own)
     dist.destroy_process_group(own)
     del own, layer
