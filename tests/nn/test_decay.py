@@ -350,14 +350,11 @@ def scalar_decay_with(initial_half_lives):
 
 @pytest.mark.parametrize(("build", "error", "message"), [
     (lambda: ScalarDecay(0, 4), ValueError, "embed_dim: expected at least 1, got 0"),
-    (lambda: ScalarDecay(6, 0), ValueError, "num_heads: expected at least 1, got 0"),
     (lambda: scalar_decay_with(("1", "2")), TypeError, r"initial_half_lives: .* got \('1', '2'\)"),
     (lambda: scalar_decay_with((8.0, 4.0)), ValueError, r"initial_half_lives: .* got \(8.0, 4.0\)"),
     (lambda: scalar_decay_with((1.0, math.inf)), ValueError, r"initial_half_lives: .* got \(1.0, inf\)"),
     (lambda: scalar_decay_with((1.0, 2.0, 3.0)), ValueError, r"initial_half_lives: .* 4 heads, got \(1.0, 2.0,"),
-    (lambda: scalar_decay_with((1.0, 2.0, 0.0, 3.0)), ValueError, r"initial_half_lives: .* got \(1.0, 2.0, 0.0"),
     (lambda: scalar_decay_with(torch.ones(4, 1)), TypeError, r"initial_half_lives: .* got tensor\("),
-    (lambda: scalar_decay_with([1, 2, 3, 10**400]), ValueError, r"initial_half_lives: .* got \[1, 2, 3, 1000"),
     (lambda: ConstantDecay.retnet("8"), TypeError, "num_heads: expected an int, got '8' of type str"),
     (lambda: ConstantDecay.alibi(4, learned=1), TypeError, "learned: expected a bool, got 1 of type int"),
     (lambda: ConstantDecay.from_values(torch.zeros(2, 2)), TypeError, "values: expected one number per head"),
