@@ -4,13 +4,12 @@ The formulas are those of decayattn/testing/formulas.py, which testing/test_budg
 """
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 from repository_files import code_blocks
 
 import decayattn
@@ -42,21 +41,28 @@ def name_of(block: str) -> str:
     return block.strip().splitlines()[0][:40]
 
 
-@pytest.mark.parametrize("block", RECIPES, ids=name_of)
-def test_every_recipe_runs(block, device, tmp_path):
+def run(block: str) -> None:
+    names = {"__name__": "recipes"}
+    exec(compile(SHARED, "RECIPES.md, shared lines", "exec"), names)
+    exec(compile(block, f"RECIPES.md, {name_of(block)}", "exec"), names)
+
+
+def run_on_rank(block: str) -> None:
+    with mock.patch.multiple(torch.distributed, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT):
+        run(block)
+
+
+@pytest.mark.parametrize("block", [block for block in RECIPES if "torchrun" not in block], ids=name_of)
+def test_every_recipe_runs(block, device):
     if "transformers" in block:
         pytest.importorskip("transformers")
     if "testing" in block:
         pytest.importorskip("triton")
-    if "torchrun" not in block:
-        names = {"__name__": "recipes"}
-        with device:
-            exec(compile(SHARED, "RECIPES.md, shared lines", "exec"), names)
-            exec(compile(block, f"RECIPES.md, {name_of(block)}", "exec"), names)
-        return
-    file = tmp_path / "this_file.py"
-    file.write_text(SHARED + block)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", file]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+    with device:
+        run(block)
+
+
+@pytest.mark.xdist_group("distributed")
+def test_recipe_of_torchrun_runs(cpu_ranks):
+    [block] = [block for block in RECIPES if "torchrun" in block]
+    cpu_ranks(run_on_rank, block)
