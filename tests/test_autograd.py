@@ -93,27 +93,21 @@ def test_operator_schemas_equal_the_named_tuples():
 MODES = [("none", True, False), ("constant", False, True), ("scalar", True, True), ("scalar", False, False)]
 
 
-@pytest.mark.parametrize(("decay", "causal", "row_scale"), [
-    pytest.param(*mode, marks=[] if ON_GPU or number in (1, 2) else pytest.mark.slow)
-    for number, mode in enumerate(MODES)
+@pytest.mark.parametrize(("decay", "causal", "row_scale", "case"), [
+    *(pytest.param(*mode, "", marks=[] if ON_GPU or number == 1 else pytest.mark.slow)
+      for number, mode in enumerate(MODES)),
+    *(("scalar", True, True, case) for case in ("without lse", "bias of keys", "permuted")),
+    *(pytest.param("scalar", case == "bias", True, case, marks=pytest.mark.slow) for case in ("bias", "mask")),
 ])
-def test_opcheck_of_the_forward(decay, causal, row_scale, device):
-    arguments = operator_arguments(make(device, decay, row_scale), causal)
-    torch.library.opcheck(torch.ops.decayattn.forward.default, arguments)
-
-
-@pytest.mark.parametrize("case", [
-    "without lse", "bias of keys", "permuted", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bias", "mask")),
-])
-def test_opcheck_of_options_of_the_forward(case, device):
-    leaves, bias = make(device), None
+def test_opcheck_of_the_forward(decay, causal, row_scale, case, device):
+    leaves, bias = make(device, decay, row_scale), None
     if "bias" in case or case == "mask":
         bias = torch.randn((4, 1, 20) if case == "bias of keys" else (2, 4, 20, 20), device=device)
         bias = bias > 0 if case == "mask" else bias.requires_grad_()
     elif case == "permuted":
         leaves = {name: x.detach().mT.contiguous().mT.requires_grad_() for name, x in leaves.items()}
         assert not any(x.is_contiguous() for x in leaves.values())
-    arguments = operator_arguments(leaves, case != "mask", bias, with_lse=case != "without lse")
+    arguments = operator_arguments(leaves, causal, bias, with_lse=case != "without lse")
     torch.library.opcheck(torch.ops.decayattn.forward.default, arguments)
     assert (torch.ops.decayattn.forward.default(*arguments)[1].shape == (0,)) == (case == "without lse")
 
@@ -319,7 +313,6 @@ def test_calls_without_lse_give_equal_results(decay, causal, way, device):
 
 @pytest.mark.parametrize(("kept", "runs"), [(CheckpointPolicy.MUST_SAVE, 1), (CheckpointPolicy.MUST_RECOMPUTE, 2)])
 def test_selective_checkpoints_save_or_recompute_the_operator(kept, runs, device, monkeypatch):
-    """The operator's results are kept, or its kernels run again."""
     leaves = make(device)
     expected = outputs_and_gradients(attend, leaves)
     kernels = registry.load("triton")
@@ -371,7 +364,6 @@ def test_reload_keeps_the_operators():
 
 
 def test_compile_takes_dynamic_lengths(device):
-    """The first call compiles for every length."""
     torch.compiler.reset()
     compiled = torch.compile(attend, fullgraph=True, backend=COMPILER, dynamic=True)
     for length, stance in ((20, "default"), (33, "fail_on_recompile"), (7, "fail_on_recompile")):

@@ -47,7 +47,6 @@ def test_private_names_are_all_here():
 @pytest.mark.parametrize("change", ["gone", "changed"])
 @pytest.mark.parametrize("name", ["_len_torch_dispatch_stack", "_are_functorch_transforms_active"])
 def test_calls_without_names_of_observers_use_operators(name, change, reload, monkeypatch, device):
-    """A call passes through the operators, and means the same."""
     inputs = make(device)
     expected = gradients(inputs)
     assert not compatibility.has_observers()

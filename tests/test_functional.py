@@ -118,7 +118,6 @@ def test_int64_lengths_equal_int32_lengths(names, asked):
 
 @pytest.mark.parametrize("integer", [np.int64, np.uint8])
 def test_numpy_integers_reach_backends_as_ints(integer, asked):
-    """Python's own reach the backends."""
     arguments = packed(make(rows=12), 0, 5, 12) | dict(window_size=(2, 0), causal=False)
     counted = {name: integer(arguments[name]) for name in ("max_seqlen_q", "max_seqlen_k")}
     counted["window_size"] = tuple(map(integer, arguments["window_size"]))

@@ -195,7 +195,6 @@ def test_results_equal_loops_over_keys(decay, window, causal, with_sink):
 
 
 def test_nan_stays_in_its_sequence():
-    """A NaN inside one sequence stays there."""
     tensors = [*(x[0] for x in make_qkv(8, 8)), make_log_decay(keys=8)[0]]
     spoiled = [x.clone() for x in tensors]
     for x in spoiled:

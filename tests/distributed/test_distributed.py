@@ -449,7 +449,6 @@ def test_layer_with_a_context_refuses_padding_caches_and_memory():
 
 
 def test_constants_of_cuda_graphs_stay_alive(monkeypatch):
-    """For any number of other constants."""
     device, numbers = torch.device("cuda", 0), (1, 2, 3)
     monkeypatch.setattr(collectives, "_constant", lambda numbers, device: torch.tensor(numbers))
     monkeypatch.setattr(collectives, "_graph_constants", {})

@@ -31,7 +31,6 @@ def test_gpus_fetch_few_keys_of_a_strong_decay(gpus):
 
 @pytest.mark.parametrize("mode", ["halo", "heads"])
 def test_options_that_differ_are_named_by_gpus(gpus, mode):
-    """For options without an earlier call."""
     options = dict(mode=mode, scale=0.125, device="cuda")
     for error, _ in gpus.outcomes("distributed_cases.call", options, dict(scale=0.25), seconds=60):
         assert "ValueError: scale: expected the same on every rank" in error

@@ -133,7 +133,6 @@ def test_padded_rows_give_logits_of_their_tokens(decay, batch, use_cache):
 
 
 def test_model_ignores_embeddings_at_padding():
-    """Outputs and gradients with embeddings of one's own."""
     model, (ids, mask) = build(), holes()
     parameters, results = [p for n, p in model.named_parameters() if "embed_tokens" not in n], []
     for value in (0.0, math.nan):

@@ -212,16 +212,6 @@ def test_layer_checks_results_of_a_position_module(function, error, message):
         assert layer(x).dtype == torch.bfloat16
 
 
-def test_numpy_integers_are_counts():
-    numpy = pytest.importorskip("numpy")
-    three = numpy.int64(3)
-    layer = DecayFlashAttention(numpy.int64(WIDTH), numpy.int32(4), num_kv_heads=numpy.uint8(2), head_dim=three)
-    assert {type(n) for n in (layer.embed_dim, layer.num_heads, layer.num_kv_heads, layer.head_dim)} == {int}
-    assert layer.make_cache(numpy.int64(2), numpy.int64(9)).max_length == 9
-    with pytest.raises(TypeError, match="num_heads: expected an int"):
-        DecayFlashAttention(WIDTH, numpy.float64(4))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Sequences as people have them: padded, packed, cut into documents
 
@@ -419,7 +409,6 @@ def test_gpu_refuses_a_mask_with_a_gap():
 
 
 def test_fake_tensors_may_be_padded():
-    """Fake tensors have none to look at."""
     with FakeTensorMode():
         x, mask = torch.empty(2, 5, 16), torch.empty(2, 5, dtype=torch.int64)
         assert DecayFlashAttention(16, 4, backend="reference")(x, padding_mask=mask).shape == x.shape

@@ -187,7 +187,6 @@ def test_inference_mode_cache_works_outside_of_it(decay):
 
 
 def test_reset_makes_a_new_cache():
-    """Also for another kind of decay."""
     scalar, constant, x = build(decay=Resets(), **PRO), build(decay="constant", **PRO), tokens()
     cache, buffers = scalar.make_cache(2, 24), set()
     for layer in (scalar, scalar, constant, scalar):

@@ -37,16 +37,12 @@ class Replayed:
 def capture(request, monkeypatch):
     """Device; CapturedStep calls its function as on a CPU, replays a substitute of a graph, or replays a graph."""
     if request.param == "replayed":
-
-        def on_a_cpu(step):
-            step._tokens, step._outputs = step._run_trial(contextlib.nullcontext())
-            step._graph = Replayed(step)
-
         init = CapturedStep.__init__
 
         def init_and_capture(step, *arguments):
             init(step, *arguments)
-            on_a_cpu(step)
+            step._tokens, step._outputs = step._run_trial(contextlib.nullcontext())
+            step._graph = Replayed(step)
 
         monkeypatch.setattr(CapturedStep, "__init__", init_and_capture)
     return "cuda" if request.param == "graph" else "cpu"

@@ -165,7 +165,6 @@ def test_accepts_the_reference(dtype, decay):
 
 
 def test_a_dtype_below_the_inputs_is_outside_the_budget(plant):
-    """float32 results that were rounded to bfloat16 somewhere do not pass as float32."""
     plant(lambda results: results.update({name: x.bfloat16().float() for name, x in results.items()}))
     comparisons = verify_attention(**make_inputs(torch.float32), backend="reference")
     assert not any(comparison.passed for comparison in comparisons)
