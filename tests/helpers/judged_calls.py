@@ -9,25 +9,29 @@ from decayattn import decay_attention
 from decayattn.testing import assert_within_budget, verify_attention
 
 
-def make_inputs(dtype, decay="scalar", row_scale=False, rows=23, keys=23, heads=4, kv_heads=2, seed=0):
-    """Keyword arguments of verify_attention: two batch entries, D = 16, D_v = 8."""
+def make_inputs(
+    dtype, decay="scalar", row_scale=False, rows=23, keys=23, heads=4, kv_heads=2, seed=0, *, batch=2, dim=16,
+    device="cpu",
+):
+    """Keyword arguments of verify_attention; D_v = 8."""
     torch.manual_seed(seed)
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32
-    gate = -torch.rand(2, keys, heads, dtype=accumulator)
+    new = dict(device=device, dtype=accumulator)
+    gate = -torch.rand(batch, keys, heads, **new)
     log_decay = {
         "none": None,
         "number": -0.1,
         "constant": gate.new_tensor([-0.01, -0.1, 0.05, -1.0])[:heads],
         "scalar": gate,
-        "resets": gate.masked_fill(torch.rand(gate.shape) < 0.1, -math.inf),
+        "resets": gate.masked_fill(torch.rand(gate.shape, device=device) < 0.1, -math.inf),
         "growth": gate + 0.5,
     }[decay]
     return {
-        "q": torch.randn(2, rows, heads, 16).to(dtype),
-        "k": torch.randn(2, keys, kv_heads, 16).to(dtype),
-        "v": torch.randn(2, keys, kv_heads, 8).to(dtype),
+        "q": torch.randn(batch, rows, heads, dim, device=device).to(dtype),
+        "k": torch.randn(batch, keys, kv_heads, dim, device=device).to(dtype),
+        "v": torch.randn(batch, keys, kv_heads, 8, device=device).to(dtype),
         "log_decay": log_decay,
-        "scale": torch.randn(2, rows, heads, dtype=accumulator) if row_scale else None,
+        "scale": torch.randn(batch, rows, heads, **new) if row_scale else None,
     }
 
 
@@ -52,10 +56,13 @@ PACKING = dict(cu_seqlens_q=int32(1, 6, 6, 7, 18, 20), cu_seqlens_k=int32(0, 4, 
 PADDING = dict(seqused_q=int32(12, 23), seqused_k=int32(20, 9), leftpad_q=int32(2, 0), leftpad_k=int32(3, 0))
 
 
+def first_entry(inputs):
+    """Inputs of one batch entry as arguments of verify_attention_varlen."""
+    return {name: x[0] if isinstance(x, torch.Tensor) and x.ndim > 1 else x for name, x in inputs.items()}
+
+
 def make_packed_inputs(*args, **options):
-    """The first batch entry of make_inputs, as arguments of verify_attention_varlen."""
-    inputs = make_inputs(*args, **options)
-    return {name: x[0] if isinstance(x, torch.Tensor) and x.ndim > 1 else x for name, x in inputs.items()} | PACKING
+    return first_entry(make_inputs(*args, **options)) | PACKING
 
 
 def sink_rounds_once(backend, dtype, device, dim=64):

@@ -2,7 +2,6 @@
 
 import functools
 
-import leave_out_waits
 import pytest
 import torch
 from gluon_on_cpu import Deadlock, Race, language, machine
@@ -71,15 +70,3 @@ def test_mistakes_show(mistake, direction, monkeypatch):
     except (Race, Deadlock, IndexError):
         return
     assert any(x.isnan().any() for x in wrong)
-
-
-def test_missing_fence_is_noticed():
-    """One run of leave_out_waits.py."""
-    inputs, options = leave_out_waits.problems(64)["none"]
-
-    def run() -> list[torch.Tensor]:
-        return leave_out_waits.results("forward", inputs, options, seed=0)
-
-    (fence,) = [site for site in leave_out_waits.calls(run, "forward") if "fence" in leave_out_waits.text(site)]
-    with leave_out_waits.without(fence), pytest.raises(Race, match="without a fence"):
-        run()

@@ -91,11 +91,6 @@ def test_shapes(case):
     verify(case.inputs())
 
 
-def test_rows_before_the_first_decay_are_refused():
-    with pytest.raises(ValueError, match="causal"):
-        decay_attention(**Case(150, 37, causal=False).inputs(), backend="triton")
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masks(dtype):
     """A mask has one byte per pair; Triton chooses the layout of a product by its narrowest operand."""

@@ -9,8 +9,7 @@ import math
 
 import pytest
 import torch
-from compiling import COMPILER
-from judged_calls import SINK_CHECKS, captured, leading_sink_keeps_its_bits
+from judged_calls import SINK_CHECKS, captured, first_entry, leading_sink_keeps_its_bits, make_inputs
 
 from decayattn import decay_attention, decay_attention_varlen, validation
 from decayattn.backends.planning import sequences
@@ -22,34 +21,15 @@ INF = math.inf
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
 
 
-def make(
-    rows, keys, decay="scalar", *, batch=1, heads=2, kv_heads=1, dtype=F32, row_scale=False, sink=False,
-) -> dict:
-    """Arguments of verify_attention, D = 16 and D_v = 8; "resets" are frequent and of every head its own."""
-    accumulator = F64 if dtype == F64 else F32
-    new = dict(device=DEVICE, dtype=accumulator)
-    gate = -0.5 * torch.rand(batch, keys, heads, **new)
-    log_decay = {
-        "none": None,
-        "constant": -torch.rand(heads, **new),
-        "scalar": gate,
-        "resets": gate.masked_fill(torch.rand(gate.shape, device=DEVICE) < 0.05, -INF),
-        "growth": gate + 0.25,
-    }[decay]
-    return dict(
-        q=torch.randn(batch, rows, heads, 16, **new).to(dtype),
-        k=torch.randn(batch, keys, kv_heads, 16, **new).to(dtype),
-        v=torch.randn(batch, keys, kv_heads, 8, **new).to(dtype),
-        log_decay=log_decay,
-        scale=torch.randn(batch, rows, heads, **new) if row_scale else None,
-        sink=torch.randn(heads, **new) if sink else None,
-    )
+def make(rows, keys, decay="scalar", *, batch=1, heads=2, kv_heads=1, dtype=F32, row_scale=False, sink=False) -> dict:
+    """Arguments of verify_attention."""
+    inputs = make_inputs(dtype, decay, row_scale, rows, keys, heads, kv_heads, batch=batch, device=DEVICE)
+    return inputs | dict(sink=torch.randn(heads, device=DEVICE, dtype=F64 if dtype == F64 else F32) if sink else None)
 
 
-def make_packed(rows, keys, *args, **options) -> dict:
+def make_packed(*args, **options) -> dict:
     """The same for verify_attention_varlen."""
-    inputs = make(rows, keys, *args, **options)
-    return {name: x[0] if isinstance(x, torch.Tensor) and x.ndim > 1 else x for name, x in inputs.items()}
+    return first_entry(make(*args, **options))
 
 
 def int32(*numbers) -> torch.Tensor:
@@ -81,12 +61,6 @@ WINDOWS = [
 @pytest.mark.parametrize(("causal", "window", "decay", "rows", "keys"), WINDOWS)
 def test_windows(causal, window, decay, rows, keys):
     verify(make(rows, keys, decay), causal=causal, window_size=window)
-
-
-@pytest.mark.parametrize(("dtype", "causal"), [(F16, True), (F64, False)])
-def test_windows_of_other_dtypes_and_groups(causal, dtype):
-    inputs = make(40, 75, "resets", heads=6, kv_heads=2, dtype=dtype, row_scale=True)
-    verify(inputs, causal=causal, window_size=(20, 10))
 
 
 @pytest.mark.parametrize(("decay", "causal", "dtype"), [
@@ -368,25 +342,3 @@ def test_opcheck(layout, decay):
     values |= dict(d_out=torch.ones_like(values["out"]), d_lse=torch.randn_like(values["lse"]))
     values |= dict(decay_gradient=True, bias_gradient=bias is not None, sink_gradient=True)
     torch.library.opcheck(backward, tuple(values[x.name] for x in backward._schema.arguments))
-
-
-def test_compile_is_one_graph():
-    def attend(q, k, v, log_decay, sink, cu):
-        return decay_attention_varlen(
-            q, k, v, log_decay, sink=sink, window_size=(9, -1), cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=25,
-            max_seqlen_k=25, return_lse=True, backend="triton",
-        )
-
-    def results(function, cu):
-        leaves = [x.detach().clone().requires_grad_() for x in tensors]
-        out, lse = function(*leaves, cu)
-        loss = out.square().sum() + lse.masked_fill(lse.isneginf(), 0.0).sin().sum()
-        return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
-
-    torch.compiler.reset()
-    compiled = torch.compile(attend, fullgraph=True, backend=COMPILER)
-    inputs = make_packed(40, 40, sink=True)
-    tensors = [inputs[name] for name in ("q", "k", "v", "log_decay", "sink")]
-    for cu in (int32(0, 11, 11, 36), int32(0, 25, 30, 40)):
-        for found, expected in zip(results(compiled, cu), results(attend, cu), strict=True):
-            torch.testing.assert_close(found, expected)
