@@ -13,6 +13,8 @@ from judged_calls import SINK_CHECKS, captured, first_entry, leading_sink_keeps_
 
 from decayattn import decay_attention, decay_attention_varlen, validation
 from decayattn.backends.planning import sequences
+from decayattn.backends.registry import unavailable
+from decayattn.problem import AttentionProblem
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
 ON_GPU = torch.cuda.is_available()
@@ -182,14 +184,19 @@ def test_few_sequences(lengths, decay):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_graph_replays_with_other_offsets(dtype):
+@pytest.mark.parametrize(("backend", "dtype"), [
+    ("triton", torch.int32), ("triton", torch.int64), ("hopper", torch.int32),
+])
+def test_graph_replays_with_other_offsets(backend, dtype):
     """More blocks, fewer of them, and tokens that belong to no sequence: the device finds all of it again."""
+    error = 1e-3 if backend == "hopper" else 0.0  # its gradients are added up in no fixed order
     inputs = make_packed(400, 400, "resets", dtype=F16)
     names = ("q", "k", "v", "log_decay")
     leaves = [inputs[name].requires_grad_() for name in names]
     cu = int32(0, 400, 400, 400).to(dtype)
-    options = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=400, max_seqlen_k=400, backend="triton")
+    if reason := unavailable(AttentionProblem.of(inputs["q"][None], inputs["v"][None], None, None, True), backend):
+        pytest.skip(reason)
+    options = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=400, max_seqlen_k=400, backend=backend)
     d_out = torch.randn(400, 2, 8, device=DEVICE, dtype=F16)
 
     def results():
@@ -201,7 +208,7 @@ def test_graph_replays_with_other_offsets(dtype):
         cu.copy_(int32(*numbers))
         graph.replay()
         for found, expected in zip(kept, results(), strict=True):
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            torch.testing.assert_close(found, expected, rtol=10 * error, atol=error)
 
 
 @pytest.mark.parametrize(("longest_q", "longest_k"), [(200, 200), (40, 31)])
