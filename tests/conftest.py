@@ -12,25 +12,18 @@ from shared.provenance import provenance
 ON_GPU = torch.cuda.is_available()
 # Before anything imports triton, and with a GPU, too: scripts set it for machines without one where it is absent, and
 # would set it for the tests of the same process that need the compiler
-INTERPRET = os.environ.setdefault("TRITON_INTERPRET", "0" if ON_GPU else "1")
+os.environ.setdefault("TRITON_INTERPRET", "0" if ON_GPU else "1")
 with torch.device("cpu"):
     torch.empty(0)  # torch.device lists the constructors that it redirects once: now, before they are wrapped below
 torch.set_num_threads(1)  # the threads of the suite's processes would wait for each other
 
 
-if INTERPRET == "1":
+if os.environ["TRITON_INTERPRET"] == "1":
     import interpreted_memory  # they import triton
     import quick_interpreter
 
     interpreted_memory.watch()
     quick_interpreter.hurry()
-
-
-def interpreting_changed() -> bool:
-    """True if a test has changed where kernels run. Changes it back, so that no other test fails for that."""
-    changed = os.environ.get("TRITON_INTERPRET") != INTERPRET
-    os.environ["TRITON_INTERPRET"] = INTERPRET
-    return changed
 
 
 @pytest.hookimpl(trylast=True)
@@ -44,17 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    report = yield
-    if interpreting_changed() and report.passed:
-        report.outcome, report.longrepr = "failed", f"{collector.nodeid}: TRITON_INTERPRET is set by an import"
-    return report
-
-
-@pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
     yield
-    assert not interpreting_changed(), "the test has set TRITON_INTERPRET and left it so"
     # all processes of a run share one GPU: each keeps the memory that most tests need, and gives back more
     if ON_GPU and torch.cuda.memory_reserved() > 2**28:
         torch.cuda.empty_cache()

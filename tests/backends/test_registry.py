@@ -73,12 +73,6 @@ def test_backends_with_decode_kernels_decode(monkeypatch):
     assert registry.select(problem(torch.float16)._replace(device=kind[1]), "hopper") == "hopper"
 
 
-@pytest.mark.skipif(ON_GPU, reason="needs Triton's interpreter, which a GPU run does not set up")
-def test_bfloat16_is_refused_by_the_interpreter():
-    with pytest.raises(ValueError, match=r"backend: 'triton' cannot take this problem: .*bfloat16 products wrong"):
-        registry.select(problem(torch.bfloat16), "triton")
-
-
 @pytest.mark.skipif(ON_GPU, reason="nothing is interpreted")
 @pytest.mark.parametrize(("triton", "numpy", "works"), [
     ("3.6.0", "2.4.6", False), ("3.6.1+git", "3.0.0", False), ("3.6.0", "2.3.5", True), ("3.7.0", "2.4.6", True)
@@ -94,9 +88,13 @@ def test_interpreter_is_refused_with_a_failing_numpy(triton, numpy, works, monke
             registry.select(problem(), "triton")
 
 
-def test_devices_without_kernels_are_refused():
-    with pytest.raises(ValueError, match=r"backend: 'triton' cannot take this problem: .*not on mps"):
-        registry.select(problem()._replace(device=torch.device("mps")), "triton")
+@pytest.mark.parametrize(("change", "reason"), [
+    pytest.param(dict(dtype=torch.bfloat16), "bfloat16 products wrong", marks=pytest.mark.skipif(ON_GPU, reason="CPU")),
+    (dict(device=torch.device("mps")), "not on mps"),
+])
+def test_reasons_against_the_kernels(change, reason):
+    with pytest.raises(ValueError, match=f"backend: 'triton' cannot take this problem: .*{reason}"):
+        registry.select(problem()._replace(**change), "triton")
 
 
 WITHOUT_KERNELS = """

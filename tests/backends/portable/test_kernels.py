@@ -53,10 +53,6 @@ class Case:
             causal=self.causal,
         )
 
-    def leaves(self) -> dict:
-        """The tensors of the inputs, which require gradients."""
-        return {name: x.requires_grad_() for name, x in self.inputs().items() if isinstance(x, torch.Tensor)}
-
 
 def verify(inputs: dict, **options) -> None:
     assert_within_budget(verify_attention(**inputs, backend="triton", **options))
@@ -192,20 +188,15 @@ def test_keys_and_values_have_lines_of_one_length():
 # Values of any size
 
 
-def gradient_of_decay(inputs: dict):
-    """Comparison of dλ, where all are within the budget."""
-    comparisons = verify_attention(**inputs, backend="triton")
-    assert_within_budget(comparisons)
-    return next(c for c in comparisons if c.name == "dlog_decay")
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("lengths", "causal", "head_dim"), [((13, 220), True, 192), ((198, 14), False, 72)])
 def test_rate_gradient_of_distant_rows_and_keys(lengths, causal, head_dim, seed):
     """The error of Δ, which a 16-bit output brings, is weighed with distances: it has to leave again."""
     torch.manual_seed(seed)
     case = Case(*lengths, 2, 2, head_dim, head_dim, "constant", causal, False, F16, 2)
-    decay = gradient_of_decay(case.inputs())
+    comparisons = verify_attention(**case.inputs(), backend="triton")
+    assert_within_budget(comparisons)
+    decay = next(c for c in comparisons if c.name == "dlog_decay")
     assert decay.error < 0.3 * decay.budget
 
 
@@ -279,7 +270,8 @@ def test_lse_of_many_rows_and_one_key(dtype):
 ], ids=str)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_empty_tensors(decay, sizes):
-    leaves = replace(Case(row_scale=True, decay=decay), **sizes).leaves()
+    inputs = replace(Case(row_scale=True, decay=decay), **sizes).inputs()
+    leaves = {name: x.requires_grad_() for name, x in inputs.items() if isinstance(x, torch.Tensor)}
     out, lse = decay_attention(**leaves, return_lse=True, backend="triton")
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.isneginf(lse).all()

@@ -77,9 +77,7 @@ class Buffer:
         self.by_warps[grains] = agent == warps.agent
 
     def _race(self, warps: Warps, does: str, agent: int, what: str) -> Race:
-        names = {w.agent: w.name for w in self.program.warps}
-        names |= {w.products: f"products of {w.name}" for w in self.program.warps}
-        names |= {w.stores: f"stores of {w.name}" for w in self.program.warps}
+        names = {known: w.name for w in self.program.warps for known in (w.agent, w.products, w.stores)}
         other = names.get(agent, "copies to shared memory")
         return Race(f"{warps.name} {does} what, as far as it knows, has not been {what} by {other}")
 
