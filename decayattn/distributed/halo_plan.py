@@ -17,7 +17,7 @@ from decayattn.distributed.collectives import Slices, all_gather, on_device
 from decayattn.distributed.option_check import OptionCheck, refuse_raised
 from decayattn.problem import AttentionProblem, Inputs, is_reset
 
-_NEVER = 2**31 - 1
+_FAR = 2**62  # beyond any token
 
 
 class ViewLimits(NamedTuple):
@@ -138,8 +138,8 @@ def first_keys(
     from decayattn.backends.planning import halo_bound  # imports Triton
 
     q, k, log_decay = inputs.q, inputs.k, inputs.log_decay
-    cu_seqlens = None if limits.cu_seqlens is None else limits.cu_seqlens.contiguous()
-    place = halo_bound.Place(slices.lengths, slices.rank, on_device(slices.offsets, q.device), lowest, rows, cu_seqlens)
+    sequence = None if limits.cu_seqlens is None else _sequence_at(limits.cu_seqlens, begin)
+    place = halo_bound.Place(slices.lengths, slices.rank, on_device(slices.offsets, q.device), lowest, rows, sequence)
     launch = halo_bound.launch_for(problem, place, q, k, log_decay, inputs.row_scale)
     summary = halo_bound.summarise(problem, q, k, log_decay, inputs.any_scale, place.blocks, launch)
     check.compare()  # after the launches, so that the GPU is busy meanwhile
@@ -168,7 +168,7 @@ def _first_visible(
     first, seeing = (torch.full(heads, number, device=device) for number in (lowest, rows))
     if cu_seqlens is not None:
         start, end = _sequence_at(cu_seqlens, begin)
-        first, seeing = torch.maximum(first, start), torch.minimum(seeing, (end - begin).clamp(min=0))
+        first, seeing = torch.maximum(first, start), torch.minimum(seeing, end - begin)
     if log_decay is not None and problem.decay == "constant":
         seeing = torch.where(is_reset(log_decay), 0, seeing)  # with such a rate a row sees only its own key
     elif problem.decay == "scalar":
@@ -182,18 +182,15 @@ def _first_visible(
 
 
 def _resets(log_decay: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, H) int64: the first reset of a slice, or a number above its length; and the last one, or −1."""
-    reset = is_reset(log_decay)
-    token = torch.arange(reset.shape[1], device=reset.device, dtype=torch.int32)[:, None]
-    first = pad(token.where(reset, token.new_full((), _NEVER)), (0, 0, 0, 1), value=_NEVER).amin(1)
-    last = pad(token.where(reset, token.new_full((), -1)), (0, 0, 0, 1), value=-1).amax(1)
-    return first.long(), last.long()
+    """(B, H) int64: the first reset of a slice, or its length without one; and the last one, or −1."""
+    resets = is_reset(log_decay).int()
+    first, after_last = (pad(x, (0, 0, 0, 1), value=1).argmax(1) for x in (resets, resets.flip(1)))
+    return first, resets.shape[1] - 1 - after_last
 
 
-def _sequence_at(cu_seqlens: Tensor, token: int) -> tuple[Tensor, Tensor]:
-    """Begin and end of the sequence that contains a token; the token itself, twice, if none does."""
-    cu = cu_seqlens.long().cummax(0).values
-    at = torch.full((), token, device=cu.device)
-    n = torch.searchsorted(cu, at, right=True)
-    inside = (n > 0) & (n < len(cu))
-    return torch.where(inside, cu[(n - 1).clamp(min=0)], at), torch.where(inside, cu[n.clamp(max=len(cu) - 1)], at)
+def _sequence_at(cu_seqlens: Tensor, token: int) -> Tensor:
+    """Start and end, (2,) int64, of the sequence that contains a token; the token itself, twice, if none does."""
+    offsets = cu_seqlens.long().cummax(0).values
+    follows = offsets > token
+    start, end = offsets.masked_fill(follows, -_FAR).amax(), offsets.masked_fill(~follows, _FAR).amin()
+    return torch.stack([start, end]).where((start > -_FAR) & (end < _FAR), token)

@@ -190,16 +190,13 @@ def test_a_cached_launch_is_of_a_rank_and_of_slices_as_long(monkeypatch):
     """A launch also depends on its rows' other bounds: kernels are specialised for values of 1 and multiples of 16."""
     modes = []
     monkeypatch.setattr(launching, "of_call", lambda _, __, *of_call: modes.append(of_call) or launching.uncached)
-    packed = torch.tensor([0, 130], device=DEVICE)
-    for lengths, limits in (
-        ((130, 130), {}), ((130, 300), {}), ((130, 130), dict(window=40)), ((130, 130), dict(cu_seqlens=packed)),
-    ):
+    for lengths, limits in (((130, 130), {}), ((130, 300), {}), ((130, 130), dict(window=40))):
         ranks = Ranks(monkeypatch, make("plain", sum(lengths)), lengths, **limits)
         for rank in range(2):
             ranks.plan_of(rank, 1e-3)
-    first, second, of_longer, _, _, with_window, _, of_packed = modes
+    first, second, of_longer, _, _, with_window = modes
     assert first[0] == second[0] == of_longer[0] == with_window[0]
-    assert len({first, second, of_longer, with_window, of_packed}) == 5
+    assert len({first, second, of_longer, with_window}) == 4
 
 
 # Keys that a row cannot see, and values that are not finite

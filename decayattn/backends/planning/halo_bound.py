@@ -23,13 +23,7 @@ from torch import Tensor
 
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import skipping
-from decayattn.backends.planning.skipping import (
-    ALPHA_MARGIN,
-    BETA_MARGIN,
-    CHUNK,
-    MOST_TOGETHER,
-    first_visited,
-)
+from decayattn.backends.planning.skipping import ALPHA_MARGIN, BETA_MARGIN, CHUNK, MOST_TOGETHER, first_visited
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
@@ -50,7 +44,7 @@ class Place(NamedTuple):
     offsets: Tensor  # (ranks + 1,) int64: starts of the slices, and the end of the last one
     lowest: int  # no row sees a token before this one of the whole sequence
     rows: int  # the rows from this one on see nothing before their slice
-    cu_seqlens: Tensor | None  # of packed sequences, on the axis of all slices
+    sequence: Tensor | None  # (2,) int64, packed: start and end of the sequence with the slice's first token
 
     @property
     def blocks(self) -> int:
@@ -73,9 +67,8 @@ class SliceSummary(NamedTuple):
 
 def launch_for(problem: AttentionProblem, place: Place, *tensors: Tensor | None) -> Launch:
     """Launch for the slice's summary and search, with the caller's tensors."""
-    number = None if place.cu_seqlens is None else place.cu_seqlens.shape
-    modes = problem, place.lengths, place.rank, place.lowest, place.rows, number
-    return launching.of_call(problem.device, (*tensors, place.cu_seqlens), *modes)
+    modes = problem, place.lengths, place.rank, place.lowest, place.rows
+    return launching.of_call(problem.device, (*tensors, place.sequence), *modes)
 
 
 def summarise(
@@ -93,11 +86,7 @@ def summarise(
         else:
             prefix = decay_prefix.allocate(problem, q)
         granules = cdiv(length, _GRANULE)
-        if problem.is_empty:
-            empty = q.new_empty(problem.batch, problem.num_heads, 0, 2, dtype=torch.float64)
-            terms = empty, empty
-        else:
-            terms = skipping.summaries(problem, q, k, log_decay, scale, prefix, None, granules, False, launch)
+        terms = skipping.summaries(problem, q, k, log_decay, scale, prefix, None, granules, False, launch)
         group = problem.num_heads // problem.num_kv_heads
         keys = q.new_empty((heads // group + heads) * blocks + 3 * heads, dtype=torch.float64)
         first_reset = q.new_empty(problem.batch, problem.num_heads, dtype=torch.int64)
@@ -127,16 +116,14 @@ def first_keys(
     rank, blocks, heads = place.rank, place.blocks, problem.batch * problem.num_heads
     _, of_granules = summary.terms
     granules, group = of_granules.shape[2], problem.num_heads // problem.num_kv_heads
-    cu_seqlens = place.cu_seqlens
     with launching.on_device(problem.device):
         of_blocks = everyone.new_empty(heads, rank * blocks, 2)
         limits = everyone.new_empty(heads, 3, dtype=torch.int64)
         found = everyone.new_empty(heads // group + 1, dtype=torch.int64)
         launch(
             _join, heads,
-            everyone, everyone.shape[1], place.offsets, summary.first_reset, cu_seqlens,
-            0 if cu_seqlens is None else cu_seqlens.shape[0], place.lowest, place.rows, of_blocks, limits, found, rank,
-            blocks, heads, GROUP=group, CHUNK=CHUNK, num_warps=1, **COMPILER_OPTIONS,
+            everyone, everyone.shape[1], place.offsets, summary.first_reset, place.sequence, place.lowest, place.rows,
+            of_blocks, limits, found, rank, blocks, heads, GROUP=group, CHUNK=CHUNK, num_warps=1, **COMPILER_OPTIONS,
         )
         together = skipping.programs_together(heads * granules, MOST_TOGETHER)
         if granules:
@@ -201,8 +188,8 @@ def _complete(
 
 @triton.jit
 def _join(
-    everyone, stride, offsets, first_reset, cu_seqlens, number, lowest, rows, of_blocks, limits, found, rank, blocks,
-    heads, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    everyone, stride, offsets, first_reset, sequence, lowest, rows, of_blocks, limits, found, rank, blocks, heads,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """Collect K and W of a head in all slices before a rank's, W relative to the rank's first row.
 
@@ -231,9 +218,8 @@ def _join(
             terms = own + 2 * (slice_ * blocks + block)
             tl.store(terms, of_keys, mask=inside)
             tl.store(terms + 1, growth + behind, mask=inside)
-    if cu_seqlens is not None:
-        start, end = _sequence_at(cu_seqlens, number, begin, CHUNK)
-        first, rows = tl.maximum(first, start), tl.minimum(rows, tl.maximum(end - begin, 0))
+    if sequence is not None:
+        first, rows = tl.maximum(first, tl.load(sequence)), tl.minimum(rows, tl.load(sequence + 1) - begin)
     first = tl.minimum(tl.where(rows > 0, first, begin), begin)
     # slices may be empty: a token belongs to the last slice that begins at or before it
     slice_ = 0
@@ -247,25 +233,6 @@ def _join(
         tl.store(found + head // GROUP, begin)
     if head == 0:
         tl.store(found + heads // GROUP, 0)
-
-
-@triton.jit
-def _sequence_at(cu_seqlens, number, token, CHUNK: tl.constexpr):
-    """Start and end of the sequence of a token; the token itself, twice, if it belongs to none.
-
-    An offset smaller than an earlier one counts as that one.
-    """
-    # the first offset after the token, and the largest one before that
-    end_at, start = number, tl.full([], -1, tl.int64)
-    for chunk in range(0, number, CHUNK):
-        at = chunk + tl.arange(0, CHUNK)
-        offset = tl.load(cu_seqlens + at, mask=at < number, other=-1).to(tl.int64)
-        here = tl.min(tl.where((offset > token) & (at < number), at, number), 0)
-        start = tl.maximum(start, tl.max(tl.where((at < here) & (at < end_at), offset, -1), 0))
-        end_at = tl.minimum(end_at, here)
-    inside = (end_at > 0) & (end_at < number)
-    end = tl.load(cu_seqlens + tl.minimum(end_at, number - 1)).to(tl.int64)
-    return tl.where(inside, start, token), tl.where(inside, end, token)
 
 
 @triton.jit
