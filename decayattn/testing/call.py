@@ -65,11 +65,6 @@ class Comparison(Row):
 
     name: str
     head: tuple[int, int]
-    error: float
-    budget: float
-    relative_error: float
-    norm: str  # "frobenius", "maximum", or "zeros": the entries that are 0 by contract
-    verdict: Verdict
 
     @property
     def labels(self) -> dict[str, str]:
@@ -383,7 +378,7 @@ class Call:
         norm, budget = (torch.cat([y, torch.zeros_like(stray)]) for y in (norm, budget))
         excess = torch.where(error == 0, 0.0, error / budget).nan_to_num(nan=math.inf)
         if not excess.numel():
-            return Comparison(name, (0, 0), 0.0, 0.0, 0.0, "frobenius", "ok")
+            return Comparison(name, (0, 0), error=0.0, budget=0.0, relative_error=0.0, norm="frobenius", verdict="ok")
         verdict: Verdict = "ok"
         if not bool((error <= budget).all()):
             verdict = "wrong"
@@ -395,5 +390,6 @@ class Call:
         head = numbers[worst[1]], worst[2]
         found, allowed = float(error[worst]), float(budget[worst])
         return Comparison(
-            name, head, found, allowed, ratio(found, float(norm[worst])), [*NORMS, "zeros"][worst[0]], verdict
+            name, head, error=found, budget=allowed, relative_error=ratio(found, float(norm[worst])),
+            norm=[*NORMS, "zeros"][worst[0]], verdict=verdict,
         )

@@ -38,13 +38,8 @@ class GradientRow(Row):
     parameter: str
     is_decay: bool
     precision: str
-    error: float
-    budget: float
     reference_norm: float
-    relative_error: float
     relative_budget: float
-    norm: str  # "frobenius", "maximum", or "zeros": the entries that are 0 in every other evaluation
-    verdict: Verdict
 
     @property
     def labels(self) -> dict[str, str]:
@@ -207,9 +202,10 @@ def _gradient_row(
     wrong = any(not error <= budget for _, error, budget, _ in found)  # True for a NaN
     norm, error, budget, size = max(found, key=lambda row: (not row[1] <= row[2], ratio(row[1], row[2])))
     verdict: Verdict = "wrong" if wrong else "cannot tell" if blind else "ok"
-    relative = ratio(error, size), ratio(budget, size)
-    text = str(precision).removeprefix("torch.")
-    return GradientRow(name, is_decay, text, error, budget, size, *relative, norm, verdict)
+    return GradientRow(
+        name, is_decay, str(precision).removeprefix("torch."), size, ratio(budget, size), error=error, budget=budget,
+        relative_error=ratio(error, size), norm=norm, verdict=verdict,
+    )
 
 
 @contextlib.contextmanager

@@ -2,18 +2,20 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Verdict = Literal["ok", "wrong", "cannot tell"]
 
 
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """Line of the table: labels, figures and verdict. "cannot tell": the budget is no smaller than the result."""
 
     error: float
     budget: float
     relative_error: float
-    norm: str
+    norm: str  # "frobenius", "maximum", or "zeros": the entries that must be 0
     verdict: Verdict
 
     @property

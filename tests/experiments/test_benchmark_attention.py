@@ -136,7 +136,8 @@ def test_wrong_and_failing_kernels_get_no_speed(tmp_path, monkeypatch, capsys):
     def plant(*tensors, heads, **options):
         judged.append(heads)
         if tensors[3] is None:
-            return [Comparison("dk", (0, 0), 1.0, 0.1, 0.5, "frobenius", "wrong")]
+            row = {"error": 1.0, "budget": 0.1, "relative_error": 0.5, "norm": "frobenius", "verdict": "wrong"}
+            return [Comparison("dk", (0, 0), **row)]
         return verify(*tensors, heads=heads, **options)
 
     def too_big(case, device):
