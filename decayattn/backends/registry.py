@@ -10,15 +10,7 @@ from torch import Tensor
 
 from decayattn import reference
 from decayattn.compatibility import assume_constant_result
-from decayattn.problem import (
-    AttentionProblem,
-    BackendName,
-    GradientRequest,
-    Gradients,
-    Inputs,
-    Precomputed,
-    Saved,
-)
+from decayattn.problem import AttentionProblem, BackendName, GradientRequest, Gradients, Inputs, Precomputed, Saved
 
 # kernel backends: modules that implement Backend
 KERNELS = {"triton": "decayattn.backends.portable.backend", "hopper": "decayattn.backends.hopper.backend"}

@@ -180,9 +180,7 @@ def _left(problem: AttentionProblem) -> int | None:
 
 
 def _sizes(problem: AttentionProblem, granules: int) -> _Sizes:
-    return _Sizes(
-        problem.query_length, problem.key_length, problem.num_heads, granules, packing.decay_blocks(problem)
-    )
+    return _Sizes(problem.query_length, problem.key_length, problem.num_heads, granules, packing.decay_blocks(problem))
 
 
 def programs_together(programs: int, most: int) -> int:
@@ -415,9 +413,7 @@ def _summarise(
             ALIGNED, ACCUMULATOR,
         )
         block_of_row = tl.minimum(own_key, last) // DECAY_BLOCK
-        alpha_of_row, slack_of_row = _load_alpha(
-            own_key, block_of_row, rates, head, prefix, DECAY, is_row
-        )
+        alpha_of_row, slack_of_row = _load_alpha(own_key, block_of_row, rates, head, prefix, DECAY, is_row)
         if row_scales is None:
             s = tl.full([GRANULE], scale, ACCUMULATOR) * LOG2E
         else:

@@ -9,9 +9,7 @@ from decayattn.backends.portable.launch import backward, forward
 from decayattn.backends.runtime import interpreter
 from decayattn.problem import AttentionProblem, Inputs
 
-__all__ = [
-    "append", "backward", "decode", "forward", "is_profitable", "unavailable", "unsupported",
-]
+__all__ = ["append", "backward", "decode", "forward", "is_profitable", "unavailable", "unsupported"]
 
 
 

@@ -24,14 +24,7 @@ from decayattn.backends.portable.tiles import (
     store_tile,
 )
 from decayattn.backends.runtime.strided import Strided
-from decayattn.backends.tiles.scores import (
-    LN2,
-    LOG2E,
-    finite_or_zero,
-    probability,
-    rescale,
-    with_sink,
-)
+from decayattn.backends.tiles.scores import LN2, LOG2E, finite_or_zero, probability, rescale, with_sink
 from decayattn.backends.tiles.visibility import partial_tile, visited_tiles
 
 

@@ -35,15 +35,7 @@ from decayattn.backends.runtime import launching, outputs, tma
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.runtime.strided import Strided, contiguous_like, strided
-from decayattn.problem import (
-    AttentionProblem,
-    DecayPrefix,
-    GradientRequest,
-    Gradients,
-    Inputs,
-    Precomputed,
-    Saved,
-)
+from decayattn.problem import AttentionProblem, DecayPrefix, GradientRequest, Gradients, Inputs, Precomputed, Saved
 
 _ROW_TERMS_BLOCK = 64
 # 16-bit values in the longest line that a product reads from shared memory
