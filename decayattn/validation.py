@@ -522,9 +522,8 @@ _LAYER_HINTS = {
             "g log_fgate alibi_slopes decay",
         "it is an option of the layer, DecayFlashAttention(..., {}=...)":
             "causal window_size scale sink skip_tolerance backend position",
-        "causal is an option of the layer, DecayFlashAttention(..., causal=...)": "is_causal",
-        "window_size is an option of the layer, DecayFlashAttention(..., window_size=...)": "sliding_window",
-        "scale is an option of the layer, DecayFlashAttention(..., scale=...)": "softmax_scale sm_scale",
+        "causal, window_size and scale are options of the layer, DecayFlashAttention(..., window_size=(left, right))":
+            "is_causal sliding_window softmax_scale sm_scale",
         "decay_attention returns it": "return_lse",
         _DROPOUT: "dropout dropout_p",
     }),

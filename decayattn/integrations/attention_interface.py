@@ -130,16 +130,8 @@ def attention(
 
 
 def mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable = masking_utils.causal_mask_function,
-    attention_mask: Tensor | None = None,
-    device: torch.device | str = "cpu",
-    config: Any = None,
-    **kwargs: Any,
+    *, batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int, mask_function: Callable,
+    attention_mask: Tensor | None, device: torch.device | str, config: Any, **kwargs: Any,
 ) -> Tensor:
     """Mask function for transformers. Returns the attention_mask of `attention`, with 4 dimensions.
 

@@ -62,20 +62,13 @@ from decayattn.problem import BackendName
 # the layer's presets, and "constant" with the log_decay of the configuration
 DecayPreset = attention.DecayPreset | Literal["constant-learned"]
 DECAYS = (*attention.DECAYS, "constant-learned")
-# options of the layer that are not fields of DecayConfig; device and dtype have another meaning in transformers
-_LAYER_OPTIONS = set(inspect.signature(DecayFlashAttention).parameters) - {
-    "head_dim", "decay", "qk_norm", "output_gate", "output_norm", "kv_shift", "window_size", "sink", "backend",
-    "device", "dtype",
-}
 
 # words in names of other models' options, and the equivalent here
 _OTHER_ARCHITECTURES = {
     r"sliding|windows?": "window_size=(tokens - 1, 0) is this model's window",
     r"rope|rotary|alibi|pos|positions?|sinusoidal": "the model has no positions; `decay` gives the order",
-    r"\w*drop(out)?": "the model has no dropout",
+    r"\w*drop(out)?|bias|experts?|moe|route[rd]?": "the model has no dropout, no biases and no experts",
     r"act|activation|afn|gelu|swiglu": "the MLP is a SwiGLU",
-    r"bias": "the model has no biases",
-    r"experts?|moe|route[rd]?": "the model has no experts",
     r"(?<!grad_)norm|layernorm|ln": "norms are RMSNorm, with rms_norm_eps and qk_norm",
     r"\w*softcap\w*|logits?|multipliers?|scale|scaling": "nothing is capped or scaled",
     r"layers?": "num_hidden_layers is the number of layers, which are alike",
@@ -198,6 +191,8 @@ class DecayConfig(PreTrainedConfig):
 
 
 _OWN_OPTIONS = set(inspect.signature(DecayConfig.__init__).parameters) - {"self", "kwargs"}
+# the layer's others; device and dtype have another meaning in transformers
+_LAYER_OPTIONS = set(inspect.signature(DecayFlashAttention).parameters) - _OWN_OPTIONS - {"device", "dtype"}
 
 
 def _refuse_other_architectures(options: dict) -> None:

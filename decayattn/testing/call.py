@@ -339,9 +339,7 @@ class Call:
             found.append(torch.stack(norms).masked_fill(misplaced, math.inf))
         return torch.cat(found, 1) if found else x64.new_zeros(len(NORMS), 0, 1)
 
-    def blind(
-        self, name: str, norm: Tensor, budget: Tensor, total: Tensor, size: Tensor, least: float
-    ) -> Tensor:
+    def blind(self, name: str, norm: Tensor, budget: Tensor, total: Tensor, size: Tensor, least: float) -> Tensor:
         """(parts, H), True where zeros would be within the budget without being right.
 
         Zeros are right where the oracle is 0 up to its rounding, or too small for the dtype. Results of few rows or
