@@ -68,7 +68,6 @@ _OTHER_ARCHITECTURES = {
     r"sliding|windows?": "window_size=(tokens - 1, 0) is this model's window",
     r"rope|rotary|alibi|pos|positions?|sinusoidal": "the model has no positions; `decay` gives the order",
     r"\w*drop(out)?|bias|experts?|moe|route[rd]?": "the model has no dropout, no biases and no experts",
-    r"act|activation|afn|gelu|swiglu": "the MLP is a SwiGLU",
     r"(?<!grad_)norm|layernorm|ln": "norms are RMSNorm, with rms_norm_eps and qk_norm",
     r"\w*softcap\w*|logits?|multipliers?|scale|scaling": "nothing is capped or scaled",
     r"layers?": "num_hidden_layers is the number of layers, which are alike",
@@ -76,7 +75,7 @@ _OTHER_ARCHITECTURES = {
     r"half_li(fe|ves)|forget|forget_gate|fgate|learned_decay|decay_rates?":
         "the decay is `decay`, with log_decay or initial_half_lives",
     r"bidirectional|prefix_lm": "the model is causal",
-    r"attn|attention|residual|mlp|ffn?|dff|embd|inner|d_model|mamba|ssm|conv":
+    r"act|activation|afn|gelu|swiglu|attn|attention|residual|mlp|ffn?|dff|embd|inner|d_model|mamba|ssm|conv":
         "a block is DecayFlashAttention and a SwiGLU, with hidden_size and intermediate_size",
 }
 # values of such options that hold here, too
