@@ -371,9 +371,8 @@ def plan_halo(problem: AttentionProblem, inputs: Inputs) -> None:
     if log_decay is not None:
         summary = halo_bound.summarise(problem, q, k, log_decay, inputs.scale, length // DECAY_BLOCK)
         everyone, offsets = summary.keys.repeat(3, 1), torch.empty(4, dtype=torch.int64)
-        cu_seqlens = None, torch.empty(9, dtype=torch.int32), torch.empty(1, dtype=torch.int64)
-        for rank, offsets_of_sequences in zip((1, 2, 2), cu_seqlens, strict=True):  # 1 is no argument
-            place = halo_bound.Place((length,) * 3, rank, offsets, 0, length, offsets_of_sequences)
+        for rank, sequence in ((1, None), (2, torch.empty(2, dtype=torch.int64))):  # 1 is no argument
+            place = halo_bound.Place((length,) * 3, rank, offsets, 0, length, sequence)
             halo_bound.first_keys(problem, place, everyone, summary, SKIP_TOLERANCE)
 
 
