@@ -3,11 +3,11 @@
     python experiments/tools/compile_kernels.py                              # every tile of both backends, bfloat16
     python experiments/tools/compile_kernels.py --decays scalar --paths TMA  # part of it
     python experiments/tools/compile_kernels.py --targets sm_80 gfx942       # the Triton kernels for other GPUs
-    python experiments/tools/compile_kernels.py --short                      # CI: a part, with every Triton
+    PYTHONPATH=folder python experiments/tools/compile_kernels.py            # with the Triton that is there
 
 The launch functions run on CPU tensors, with a driver that compiles and launches nothing. The compiled kernels are
-those that a GPU would launch. Printed per kernel: registers, bytes of register spills, shared memory. With --versions,
-each version of Triton is installed to a folder, and compiles in a process of its own.
+those that a GPU would launch. Printed per kernel: registers, bytes of register spills, shared memory. CI compiles a
+part with every Triton that a supported PyTorch brings (.ci/run).
 
 The exit status is 1 for a fault. A kernel does not compile, or needs more shared memory than a block has. ptxas
 serialises its asynchronous matrix products, which costs a large part of the speed. It reads tiles in a way that ptxas
@@ -21,15 +21,12 @@ import contextlib
 import functools
 import itertools
 import json
-import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -38,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import triton
-from shared.provenance import ROOT, provenance
+from shared.provenance import provenance
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime import driver
@@ -55,16 +52,7 @@ from decayattn.problem import DECAY_BLOCK, AttentionProblem, GradientRequest, In
 from decayattn.reference import CacheBuffers
 
 SCRIPT = "experiments/tools/compile_kernels.py"
-# PyTorch 2.10 to 2.14 bring 3.6.0, 3.7.0, 3.7.1 and 3.8; a build for CPUs takes the newest
-VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
-# options of CI's part of the table, for the oldest and the newest version; those between compile the first
-SHORT = (
-    "--head-dims 64 --decays scalar --paths TMA narrow",
-    "--head-dims 128 --decays scalar --paths TMA narrow",
-    "--backends hopper --head-dims 64 --decays scalar --paths 'row scales'",
-    "--backends hopper --head-dims 192 256 --decays scalar --paths TMA",
-    "--targets gfx942 --head-dims 128 --decays scalar --paths pointers decode",
-)
+
 
 @dataclass(frozen=True)
 class Target:
@@ -170,55 +158,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--paths", **some, choices=PATHS, default=list(PATHS), help=said)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--targets", **some, choices=TARGETS, default=["sm_90"], help="Hopper's: sm_90 only")
-    parser.add_argument("--versions", **some, help="compile with these versions of Triton, not with the installed one")
-    parser.add_argument("--short", action="store_true", help=f"compile CI's part with {' '.join(VERSIONS)}")
     parser.add_argument("--json", type=Path, help="file for the printed figures, the largest of kernels of one name")
     options = parser.parse_args(argv)
-    if options.short or options.versions:
-        rows, failures = of_versions(options)
-    else:
-        print(f"triton {triton.__version__}")
-        found = []
-        for name in options.targets:
-            driver.set_active(CompilingDriver(TARGETS[name]))
-            for kernel in compiled(name, options):
-                found.append(kernel)
-                print(line(kernel), flush=True)
-        rows, failures = largest(found), sum(bool(kernel["faults"]) for kernel in found)
+    print(f"triton {triton.__version__}")
+    found = []
+    for name in options.targets:
+        driver.set_active(CompilingDriver(TARGETS[name]))
+        for kernel in compiled(name, options):
+            found.append(kernel)
+            print(line(kernel), flush=True)
+    failures = sum(bool(kernel["faults"]) for kernel in found)
     if options.json is not None:
         head = json.dumps(provenance(SCRIPT, argv))  # and a line per kernel, for a readable diff
-        lines = ",\n".join(map(json.dumps, rows))
+        lines = ",\n".join(map(json.dumps, largest(found)))
         options.json.write_text(f'{head[:-1]},\n"kernels": [\n{lines}\n]}}\n')
     print(f"{failures} faults")
     return int(failures > 0)
-
-
-def of_versions(options: argparse.Namespace) -> tuple[list[dict], int]:
-    """The rows of every version of Triton, and the number of runs with a fault."""
-    versions, lists = options.versions or VERSIONS, ("backends", "head_dims", "decays", "paths", "targets")
-    own = [word for name in lists for word in (f"--{name.replace('_', '-')}", *map(str, getattr(options, name)))]
-    runs = []
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
-        for version in versions:
-            folder = Path(temporary, f"triton-{version}")
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-            subprocess.run([*pip, f"triton=={version}"], check=True)
-            short = SHORT if version in (versions[0], versions[-1]) else SHORT[:1]
-            parts = map(shlex.split, short) if options.short else [own]
-            runs += [(folder, part, Path(temporary, f"{version}-{n}.json")) for n, part in enumerate(parts)]
-        statuses = list(pool.map(lambda run: compiled_apart(*run, options.dtype), runs))
-        rows = [row for *_, path in runs if path.exists() for row in json.loads(path.read_text())["kernels"]]
-    return rows, sum(map(bool, statuses))
-
-
-def compiled_apart(folder: Path, part: Sequence[str], path: Path, dtype: str) -> int:
-    """The exit status of this script with the Triton of the folder; it writes its rows to the path."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join((str(folder), str(ROOT)))
-    command = [sys.executable, str(ROOT / SCRIPT), *part, "--dtype", dtype, "--json", str(path)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    print(done.stdout, end="", flush=True)  # at once: several compile side by side
-    return done.returncode
 
 
 def largest(kernels: Iterable[dict]) -> list[dict]:
