@@ -12,7 +12,6 @@ import argparse
 import difflib
 import hashlib
 import json
-import math
 import re
 import statistics
 import sys
@@ -26,11 +25,12 @@ from typing import Any
 import matplotlib
 from benchmarks.sequences import PAGE, PAGED
 from benchmarks.training import BASELINE, IDENTITY, setting_of
+from language_models.schemes import SCHEMES
 from matplotlib.figure import Figure
 from shared.plots import kilo
 from shared.provenance import ROOT, trees_of
 from studies.length_extrapolation import cells_of_table, runs_of
-from studies.recall import MODES, in_order, selected
+from studies.recall import in_order, selected
 
 # the pages, and the folder of results as each links to it
 PAGES = {"README.md": "results/", "experiments/README.md": "../results/"}
@@ -482,7 +482,7 @@ def parameters_of(report: Report) -> str:
     return f"{next(run['parameters'] for run in runs_of(report) if run['parameters']) / 1e6:.1f} M"
 
 
-@block(RECALL_FILE, image="accuracy by tokens and pairs")
+@block(RECALL_FILE)
 def recall(results: Results, report: Report) -> list[str]:
     """Accuracy by shape: a table per task, a row per width and mode."""
     lines, found = [], in_order(report["rows"])
@@ -495,7 +495,7 @@ def recall(results: Results, report: Report) -> list[str]:
             mean, least, most = (f"{100 * x[shape]:.0f}" for x in (chosen.mean, chosen.least, chosen.most))
             return mean if least == most else f"{mean} ({least}–{most})"
 
-        rows = {number: f"d{row['width']}, {MODES[row['mode']]}" for number, row in own.items()}
+        rows = {number: f"d{row['width']}, {SCHEMES[row['mode']].label}" for number, row in own.items()}
         columns = {at: f"T{shape.length}, {shape.pairs} pairs" for at, shape in enumerate(shapes)}
         lines += [*pivot(f"{task}: queries answered rightly, %", rows, columns, cell), ""]
     seeds = len(report["setup"]["seeds"])
@@ -530,35 +530,12 @@ def training_speed(results: Results, report: Report) -> list[str]:
     return [*pivot(corner, rows, columns, cell), "", " ".join(said)]
 
 
-@block("training_precision.json", image="losses")
-def precision(results: Results, report: Report) -> list[str]:
-    """Differences between trainings and the one in float32, and errors of gradients on its way: a finished study."""
-    checks = next((row["gradients"] for row in report["rows"] if "gradients" in row), [])
-    columns: dict[Any, str] = {"loss": "bits per byte, last steps", "difference": "minus float32",
-                               "largest_difference": "largest difference"}
-    columns |= {n: f"error of dW_in / gates, step {check['step']}" for n, check in enumerate(checks)}
-    found = {entry["run"]: entry for entry in report["summary"]}
-
-    def cell(run: str, column: str | int) -> str:
-        if isinstance(column, str):
-            x = found[run].get(column)
-            return "–" if x is None else f"{float(x) / math.log(2):.4f}"
-        errors = checks[column]["runs"].get(run)
-        return "{in_proj:.1e} / {decay:.1e}".format(**errors) if isinstance(errors, dict) else "–"
-
-    absent = [f"{report['labels'][entry['run']]} ({entry['kind']})" for entry in report["missing"]]
-    said = f"{where(report, 2)} ({results.link('training_precision.json')})."
-    said += f" Not there: {', '.join(absent)}." if absent else ""
-    rows = {run: report["labels"][run] for run in found}
-    return [*pivot("", rows, columns, cell), "", said]
-
-
 # ------------------------------------------------------------------------------------------------------- several GPUs
 
 CONTEXT_FILE = "benchmark_context.json"
 
 
-@block("benchmark_strategies.json", image="losses and speeds")
+@block("benchmark_strategies.json")
 def strategies(results: Results, report: Report) -> list[str]:
     """Loss and speed of the toy language model on several devices and on one."""
     head = ["run", "thousand tokens per second", "× one GPU", "validation, bits per byte", "training loss − one GPU's",
@@ -573,7 +550,7 @@ def strategies(results: Results, report: Report) -> list[str]:
     return [*table(head, rows), "", f"{about} ({results.link('benchmark_strategies.json')})."]
 
 
-@block(CONTEXT_FILE, image="bytes and speeds")
+@block(CONTEXT_FILE)
 def context(results: Results, report: Report) -> list[str]:
     """A layer's attention over several GPUs and on one: milliseconds, speed and bytes."""
     found = index(report["rows"], "length", "decay", "mode", "direction")
@@ -597,28 +574,6 @@ def context(results: Results, report: Report) -> list[str]:
     return [*pivot(" / ".join(timed), rows, columns, cell), "",
             f"Speed over one GPU with the whole sequence (MB that a rank receives). {report['ranks']} × "
             f"{report['gpu']}, {shape}, {version(report)} ({results.link(CONTEXT_FILE)}).{checked}"]
-
-
-@block("simulate_context.json")
-def simulation(results: Results, report: Report) -> list[str]:
-    """A calculation: milliseconds on more GPUs than were measured."""
-    found = index(report["rows"], "decay", "mode", "ranks", "direction")
-    ranks = list(dict.fromkeys(key[2] for key in found))
-
-    def cell(row: tuple[str, str], number: int) -> str:
-        if not number:
-            return both(each(found, "one_gpu_ms", *row, ranks[0]), three_figures)
-        ms, over_one = (each(found, figure, *row, number) for figure in ("ms", "speed_over_one"))
-        return "–" if ms[0] is None else f"{both(ms, three_figures)} ({both(over_one, '{:.0f}'.format)})"
-
-    rows = {key[:2]: f"{decay_of(key[0])}, {key[1]}" for key in found}
-    return [
-        *pivot("ms forward / backward (× one GPU)", rows, {0: "one GPU"} | {n: f"{n} GPUs" for n in ranks}, cell), "",
-        f"One layer, T = {report['length']:,}; not run: calculated from {results.link(CONTEXT_FILE, 'the measured')} "
-        f"times and bytes, {report['bandwidth'] / 1e9:.0f} GB/s within {report['node']} GPUs (measured between "
-        f"{report['measured_ranks']}) and {report['network'] / 1e9:.0f} GB/s beyond (assumed) "
-        f"({results.link('simulate_context.json')}).",
-    ]
 
 
 @block()

@@ -1,31 +1,16 @@
-"""Speed and bytes of a sequence over several GPUs, in both modes; correct first. Also calculated for more. Usage::
+"""Speed and bytes of a sequence over several GPUs, in both modes; correct first. Usage::
 
-    python experiments/benchmarks/context.py                           # on all GPUs of a machine: tables, JSON, a plot
+    python experiments/benchmarks/context.py                           # on all GPUs of a machine: tables and JSON
     python experiments/benchmarks/context.py --lengths                 # checks alone, no speeds
-    python experiments/benchmarks/context.py --simulate results/benchmark_context.json    # 8, 64 and 512 GPUs, on paper
 
 A causal layer's attention, forward and backward, over T tokens. "halo" and "heads" on all ranks are compared with one
 GPU alone: without a decay, with one per token of a mean log-decay, and with ALiBi slopes. Results that are wrong get no
 speed, and the exit status is 1: at --check-length every tensor is held to the error budget, then out and every gradient
 of the timed inputs to within 2 eps of one GPU's. ms is the median over interleaved rounds of the slowest rank's mean of
 calls back to back (one call where that is longer than a round); "both" is a forward and its backward in turns. received
-counts the bytes that all_to_all_single brings from others, not the gathered summaries of the plan; everything counts
-those of the last rank if it fetched all keys before its slice; bandwidth is that of an all-to-all of 256 MiB for the
-slowest rank. A call adds the results that its --output lacks. Without a GPU there are no speeds: two processes with
-gloo run the kernels in Triton's interpreter on small shapes, for their errors and for the bytes that they send.
-
---simulate calculates one layer at 1,048,576 tokens, forward and backward. Nothing is run. The time of P ranks is
-compute + transfer + rest, one after the other, as the library runs them:
-
-* compute: the time of one GPU at T, times the share of the rank with the most to do. The time grows as T^e between the
-  two longest lengths that were measured. The share is 1 − ((P − 1) / P)^e of a halo (its last slice sees the most), and
-  1 / P of heads.
-* transfer: bytes / bandwidth. A halo has as many tokens as at the longest length measured, or all before the last slice
-  if that was so there. Heads send a token's values in proportion to (P − 1) / P² of T. Up to 8 ranks have the bandwidth
-  between those measured. Beyond them each GPU has 50 GB/s (400 Gb/s).
-* rest: the time of the measured ranks beyond compute and transfer at the shortest length: plans, launches, waits.
-
-Left out: that a halo grows with log T, congestion, and ranks that are slower than others.
+counts the bytes that all_to_all_single brings from others, not the gathered summaries of the plan. A call adds the
+results that its --output lacks. Without a GPU there are no speeds: two processes with gloo run the kernels in Triton's
+interpreter on small shapes, for their errors and for the bytes that they send.
 """
 
 import argparse
@@ -33,7 +18,6 @@ import contextlib
 import functools
 import io
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -46,10 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from shared.plots import frame
-from shared.provenance import ROOT, command_line
 from shared.ranks import on_ranks, whole_attention
-from shared.report import write
 
 from benchmarks import harness
 from benchmarks.harness import DTYPES, Case, Prepared, Run, Timings
@@ -74,7 +55,6 @@ OPTIONS = {
     "limit": (300, 300, "seconds after which ranks that wait for another one end"),
     "rounds": (3, 3, "interleaved rounds"),
     "output": harness.output("benchmark_context.json"),
-    "simulate": (None, None, "a report to calculate from, and nothing is run", Path),
 }
 # options that all rows of a report share
 SAME = ("ranks", "heads", "kv_heads", "head_dim", "dtype", "backend", "check_length", "alone_up_to", "rounds",
@@ -82,9 +62,6 @@ SAME = ("ranks", "heads", "kv_heads", "head_dim", "dtype", "backend", "check_len
 RATES = ("none", "alibi")
 ALONE = "one GPU"
 FORWARD, BACKWARD, BOTH = TIMED = ("forward", "backward", "both")
-# of the calculation: tokens, numbers of GPUs; GPUs that the measured bandwidth is taken to be between, and bytes per
-# second to other machines
-SIMULATED, GPUS, NODE, NETWORK = 2**20, (8, 64, 512), 8, 50e9
 
 
 def check_options(options: argparse.Namespace, cuda: bool) -> Iterator[str]:
@@ -100,10 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status is 1 if anything is wrong."""
     argv = sys.argv[1:] if argv is None else list(argv)
     options = harness.parse(sys.modules[__name__], argv)
-    if options.draw:
-        return harness.main(sys.modules[__name__], argv)
-    if options.simulate:
-        return simulate(json.loads(options.simulate.read_text(encoding="utf-8")), options, argv)
     return on_ranks(work, options.ranks, harness.machine()[0], options.limit, options, argv)
 
 
@@ -123,9 +96,6 @@ def measure(run: Run) -> None:
     everyone = [run.report]
     dist.broadcast_object_list(everyone)
     run.report = everyone[0] | {"ranks": options.ranks}
-    if run.timed and "bandwidth" not in run.report:
-        run.report["bandwidth"] = bandwidth(group)
-        print(f"all-to-all: a rank receives {run.report['bandwidth'] / 1e9:.0f} GB/s")
     sizes = options.heads, options.kv_heads, options.head_dim
     checked = {(check["dtype"], check["decay"]) for check in run.report["checks"]}
     for dtype, decay, mode in itertools.product(dict.fromkeys([options.dtype, "float32"]), options.decays, MODES):
@@ -160,12 +130,6 @@ class Workload(NamedTuple):
     def __str__(self) -> str:
         decay = self.decay if self.decay in RATES else f"λ̄ {self.decay}"
         return f"T{self.length} H{self.heads}/{self.kv_heads} D{self.head_dim} {self.dtype}, decay {decay}"
-
-    def everything(self, ranks: int) -> int:
-        """Bytes that the last rank receives in a forward if it fetches all keys, values and log-decays before it."""
-        decays = 4 * self.heads if self.decay not in RATES else 0
-        row = 2 * self.kv_heads * self.head_dim * DTYPES[self.dtype].itemsize + decays
-        return self.length // ranks * (ranks - 1) * row
 
     def inputs(self, device: str, seed: int) -> dict[str, Tensor]:
         """Inputs of a Case, the same on every rank."""
@@ -229,7 +193,7 @@ def measure_one(workload: Workload, run: Run, group: dist.ProcessGroup) -> None:
         parts = {name: functools.partial(parts_of, call) for name, call in calls.items()}
         timings = run.time(parts, lambda call: _milliseconds(call, options.seconds, group))
     run.add(rows(workload, ranks, received, found, timings), "{mode} {direction}",
-            ("ms", "speed_over_alone", "received", "everything"))
+            ("ms", "speed_over_alone", "received"))
     del calls
     if run.timed:
         torch.cuda.empty_cache()
@@ -245,8 +209,7 @@ def rows(
         yield workload._asdict() | (harness.spread(times) if times else {"ms": None, "ms_range": None}) | {
             "ranks": 1 if name == ALONE else ranks, "mode": name, "direction": direction,
             "speed_over_alone": statistics.median(alone) / statistics.median(times) if alone and times else None,
-            "received": received.get(name, {}).get(direction), "everything": workload.everything(ranks),
-            "difference": found.get(name),
+            "received": received.get(name, {}).get(direction), "difference": found.get(name),
         }
 
 
@@ -297,20 +260,6 @@ def _slowest(call: Callable[[], object], count: int, group: dist.ProcessGroup) -
     return float(found)
 
 
-def bandwidth(group: dist.ProcessGroup, megabytes: int = 256, calls: int = 10) -> float:
-    """Bytes per second that the slowest rank receives from others in an all-to-all of `megabytes` MiB."""
-    ranks = dist.get_world_size(group)
-    rows = torch.empty(ranks, megabytes * 2**20 // ranks, dtype=torch.uint8, device="cuda")
-    received = torch.empty_like(rows)
-
-    def exchange() -> None:
-        dist.all_to_all_single(received, rows, group=group)
-
-    for _ in range(2):
-        exchange()
-    return (ranks - 1) * rows[0].nbytes / _slowest(exchange, calls, group) * 1e3
-
-
 def differences(call: Prepared, whole: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, float]:
     """‖x − one GPU's‖ / ‖one GPU's‖ of the tensors of a mode, over the parts of all ranks."""
     result, mine = {}, slice_of(whole["out"].shape[1], group)
@@ -330,113 +279,6 @@ def objection(errors: dict[str, float], dtype: str) -> str:
     as those of dλ, lose more in any order."""
     allowed = 2 * max(torch.finfo(DTYPES[dtype]).eps, 16 * torch.finfo(torch.float32).eps)
     return ", ".join(f"{name} by {error:.1e}" for name, error in errors.items() if not error <= allowed)
-
-
-def calculated(own: list[dict[str, Any]], alone: list[dict[str, Any]], ranks: int, bandwidth: float) -> dict[str, Any]:
-    """The row of `ranks` GPUs at SIMULATED tokens; its times are None where they do not divide the heads.
-
-    own: measured rows of one mode with one decay in one direction. alone: of one GPU. Both by increasing length.
-    """
-    (before, longest), first, last, length = alone[-2:], own[0], own[-1], SIMULATED
-    is_heads, measured = first["mode"] == "heads", first["ranks"]
-    exponent = math.log(longest["ms"] / before["ms"]) / math.log(longest["length"] / before["length"])
-    known = {row["length"]: row["ms"] for row in alone}
-    one_gpu = known.get(length) or longest["ms"] * (length / longest["length"]) ** exponent
-
-    def share(ranks: int) -> float:
-        return 1 / ranks if is_heads else 1 - ((ranks - 1) / ranks) ** exponent
-
-    row = {key: first[key] for key in ("decay", "mode", "direction")} | {
-        "ranks": ranks, "length": length, "exponent": exponent, "one_gpu_ms": one_gpu}
-    if is_heads and first["heads"] % ranks:
-        return row | dict.fromkeys(("bytes", "compute_ms", "transfer_ms", "rest_ms", "ms", "speed_over_one"))
-    received = max(last["received"])
-    if is_heads:
-        received = received / (last["length"] * (measured - 1) / measured**2) * length * (ranks - 1) / ranks**2
-    else:
-        per_token = last["everything"] / (last["length"] * (measured - 1) / measured)
-        everything = per_token * length * (ranks - 1) / ranks
-        received = everything if received > 0.99 * last["everything"] else min(everything, received)
-    compute, transfer = share(ranks) * one_gpu, 1e3 * received / (bandwidth if ranks <= NODE else NETWORK)
-    at_first = share(measured) * known[first["length"]]
-    rest = max(0.0, first["ms"] - at_first - 1e3 * max(first["received"]) / bandwidth)
-    total = compute + transfer + rest
-    return row | {"bytes": received, "compute_ms": compute, "transfer_ms": transfer, "rest_ms": rest, "ms": total,
-                  "speed_over_one": one_gpu / total}
-
-
-def simulate(report: dict[str, Any], options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Times on more GPUs than were measured, to results/simulate_context.json or --output: of every mode, decay and
-    direction that was measured at two lengths or more."""
-    timed: dict[tuple, list[dict[str, Any]]] = {}
-    for row in sorted(report["rows"], key=lambda row: row["length"]):
-        if row["ms"] and row["direction"] != BOTH:
-            timed.setdefault((row["decay"], row["mode"], row["direction"]), []).append(row)
-    first = dict.fromkeys((row["decay"], row["mode"], row["direction"]) for row in report["rows"])
-    found = []
-    for decay, mode, direction in first:
-        own, alone = timed.get((decay, mode, direction)), timed.get((decay, ALONE, direction), [])
-        if own and mode != ALONE and len(alone) > 1:
-            found += [calculated(own, alone, ranks, report["bandwidth"]) for ranks in GPUS]
-    columns = ("ranks", "bytes", "compute_ms", "transfer_ms", "rest_ms", "ms", "speed_over_one")
-    print(harness.table(found, "{decay}, {mode}, {direction}", columns))
-    # the default of --output is the measured report's, which stays
-    output = options.output if "--output" in argv else ROOT / "results/simulate_context.json"
-    origin = {key: report[key] for key in ("gpu", "torch", "triton", "cudnn", "commit", "dirty", "date")}
-    write({
-        **origin, "command": command_line("experiments/benchmarks/context.py", list(argv)), "method": __doc__,
-        "measured": options.simulate.name, "bandwidth": report["bandwidth"], "network": NETWORK, "node": NODE,
-        "measured_ranks": report["ranks"], "length": SIMULATED, "rows": found,
-    }, output)
-    print(f"wrote {output}")
-    return 0
-
-
-# colour-blind safe (Okabe and Ito)
-_COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00")
-_NAMES = {"alibi": "ALiBi", "none": "no decay"}
-
-
-def draw(report: dict[str, Any]) -> Any:
-    """A panel of bytes that a rank receives in a forward over T, and one of speeds of both where there are any."""
-    forward = [row for row in report["rows"] if row["direction"] == FORWARD and row["received"] is not None]
-    both = [row for row in report["rows"] if row["direction"] == BOTH and row["mode"] != ALONE]
-    timed = [row for row in both if row["speed_over_alone"] is not None]
-    drawn = [(panel, rows) for panel, rows in ((_bytes, forward), (_speeds, timed)) if rows]
-    about = {"gpu": report["gpu"] or "CPU process", **{name: report[name] for name in ("torch", "triton")}}
-    title = "{ranks} × {gpu}, H{heads} H_kv{kv_heads} D{head_dim} {dtype}, torch {torch}, triton {triton}"
-    title = title.format(**forward[0], **about) if forward else ""
-    figure, panels = harness.panels(len(drawn), (1.0 + 7.0 * len(drawn), 4.8), title)
-    for (draw_panel, rows), axes in zip(drawn, panels, strict=True):
-        draw_panel(axes, rows)
-        axes.set_xlabel("sequence length")
-        frame(axes)
-        axes.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    return figure
-
-
-def _series(rows: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    decays = dict(zip(dict.fromkeys(row["decay"] for row in rows), _COLOURS, strict=False))
-    for (mode, style), (decay, colour) in itertools.product((("halo", "-"), ("heads", ":")), decays.items()):
-        looks = {"linestyle": style, "color": colour}
-        yield f"{mode}, {_NAMES.get(decay, f'mean λ {decay}')}", {"mode": mode, "decay": decay}, looks
-
-
-def _bytes(axes: Any, rows: list[dict[str, Any]]) -> None:
-    # heads mode sends the same bytes whatever the decay is
-    series = [(label if entries["mode"] == "halo" else "heads", entries, looks) for label, entries, looks in
-              _series(rows) if entries["mode"] == "halo" or entries["decay"] == rows[0]["decay"]]
-    axes.set_yscale("log")
-    harness.lines(axes, rows, lambda row: max(row["received"]), series)
-    whole = {row["length"]: row["everything"] for row in rows}
-    axes.plot(sorted(whole), [whole[n] for n in sorted(whole)], "--", color="#999999", label="everything")
-    axes.set_ylabel("bytes that a rank receives, forward")
-
-
-def _speeds(axes: Any, rows: list[dict[str, Any]]) -> None:
-    harness.lines(axes, rows, lambda row: row["speed_over_alone"], _series(rows))
-    axes.axhline(rows[0]["ranks"], color="#999999", linewidth=0.8)
-    axes.set_ylabel("speed over one GPU, forward and backward")
 
 
 if __name__ == "__main__":

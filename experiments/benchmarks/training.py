@@ -512,15 +512,11 @@ def compare(result: dict[str, Any]) -> None:
 _COLOURS = {"ours": "#d55e00", "cudnn": "#000000", "flex": "#56b4e9", "fla": "#009e73", "fox": "#cc79a7",
             "identity": "#bbbbbb"}
 _MARKERS = {"trained": "s", "whole": "^", "rotary": "D", "pruned": "v"}
-_OF_RUNS = dict(zip(STRATEGIES, ("#000000", "#999999", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00"),
-                    strict=True))
 
 
 def draw(report: dict[str, Any]) -> Any:
     """Tokens per second over the context, a panel per head dimension, eager and compiled; dashed: without a decay."""
-    rows = report["rows"]
-    if rows and "run" in rows[0]:
-        return _draw_strategies(report)
+    rows = [row for row in report["rows"] if "compiled" in row]  # none of strategies
     panels_of = sorted({(row["compiled"], row["head_dim"]) for row in rows})
     title = f"A training step of a 124 M model, {report['gpu']}, torch {report['torch']}"
     figure, panels = harness.panels(len(panels_of), (1.5 + 4.2 * len(panels_of), 5.6), title, sharey=True)
@@ -551,26 +547,6 @@ def _draw_variant(panel: Any, name: str, without_decay: bool, rows: list[dict[st
         marker=_MARKERS.get(name.split("-")[-1], "o"), markersize=5,
         linewidth=2.4 if name.startswith("ours") else 1.4,
     )
-
-
-def _draw_strategies(report: dict[str, Any]) -> Any:
-    """Left the losses, right tokens per second."""
-    rows = report["rows"]
-    sizes = "{layers} layers, width {width}, context {context}, batch {batch_size}".format(**report["setup"])
-    title = f"{sizes}; {report['gpu'] or 'CPU'}, torch {report['torch']}"
-    figure, (left, right) = harness.panels(2, (11, 4.6), title)
-    for row in rows:
-        left.plot(row["train_bits"]["steps"], row["train_bits"]["bits"], color=_OF_RUNS[row["run"]], linewidth=1.2,
-                  label=row["run"])
-    left.set(xlabel="step", ylabel="bits per byte", title="training loss, the same total batch")
-    left.legend(frameon=False, fontsize="small")
-    names = [row["run"] for row in rows]
-    right.barh(names, [row["tokens_per_second"] / 1e3 for row in rows], color=[_OF_RUNS[name] for name in names])
-    right.invert_yaxis()
-    right.set(xlabel="thousand tokens per second", title=f"speed, {report['setup']['devices']} devices")
-    for panel in (left, right):
-        frame(panel)
-    return figure
 
 
 if __name__ == "__main__":

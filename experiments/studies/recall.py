@@ -29,9 +29,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import harness
-from language_models.schemes import attention_layer
+from language_models.schemes import SCHEMES, attention_layer
 from shared.options import positive
-from shared.plots import frame, legend_entries
 from shared.provenance import ROOT
 
 from decayattn.backends import registry
@@ -50,18 +49,6 @@ class Shape(NamedTuple):
 
 
 TASKS = ("recall", "forgetting")
-# names of the modes in figures
-MODES = {
-    "scalar": "scalar decay (forget gate)",
-    "alibi-learned": "constant decay, learned (ALiBi at first)",
-    "alibi": "constant decay, ALiBi, fixed",
-    "retnet": "constant decay, RetNet's rates, fixed",
-    "rotary": "rotary, no decay",
-    "rotary-scalar": "rotary and scalar decay",
-    "none": "no position, no decay",
-}
-
-
 # options that all cells share
 SETUP = ("shapes", "heads", "vocabulary", "learning_rates", "seeds", "steps", "queries", "weight_decay", "backend",
          "graph")
@@ -78,10 +65,10 @@ def shape(text: str) -> Shape:
     return Shape(length, pairs, sequences)
 
 
-DEFAULT_MODES = [mode for mode in MODES if mode != "alibi"]
+DEFAULT_MODES = [mode for mode in SCHEMES if mode != "alibi"]
 OPTIONS = {
     "tasks": (list(TASKS), list(TASKS), "what to learn", TASKS),
-    "modes": (DEFAULT_MODES, DEFAULT_MODES, "how the model knows order", MODES),
+    "modes": (DEFAULT_MODES, DEFAULT_MODES, "how the model knows order", SCHEMES),
     # most of the sequences are of the easier kinds, in which models find what they need; a step has 19,584 tokens
     "shapes": ([Shape(64, 4, 36), Shape(64, 8, 36), Shape(64, 16, 18), Shape(256, 64, 18), Shape(1024, 256, 9)],
                [Shape(16, 2, 20), Shape(16, 4, 12)],
@@ -318,14 +305,6 @@ class Run:
         return F.cross_entropy(self._logits(batch).float(), batch.answers)
 
 
-# colour-blind safe (Okabe and Ito)
-_COLOURS = {
-    "scalar": "#d55e00", "alibi-learned": "#e69f00", "alibi": "#f0e442", "retnet": "#56b4e9", "rotary": "#000000",
-    "rotary-scalar": "#cc79a7", "none": "#7f7f7f",
-}
-_MARKERS = dict(zip(MODES, "os^vDP*", strict=True))
-
-
 class Selected(NamedTuple):
     """A cell at its chosen learning rate: per shape the mean over the seeds, the least and the most."""
 
@@ -354,44 +333,8 @@ def said(row: dict[str, Any]) -> str:
 
 def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """By task, width and mode."""
-    modes = list(MODES)
+    modes = list(SCHEMES)
     return sorted(rows, key=lambda row: (TASKS.index(row["task"]), row["width"], modes.index(row["mode"])))
-
-
-def draw(result: dict[str, Any]) -> Any:
-    """Accuracy by shape: a row of panels per task, a column per width; shaded from the least seed to the most."""
-    rows = result["rows"]
-    tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
-    columns = sorted({row["width"] for row in rows})
-    where = f"{result['gpu'] or 'CPU'}, torch {result['torch']}"
-    title = f"Associative recall, seeds: {len(result['setup']['seeds'])}, {where}"
-    size = (max(9.0, 1.0 + 4.5 * len(columns)), 1.6 + 2.7 * len(tasks))
-    figure, panels = harness.panels(len(columns), size, title, lines=len(tasks), sharey=True)
-    for panel, (task, width) in zip(panels, itertools.product(tasks, columns), strict=True):
-        _draw_panel(panel, [row for row in rows if (row["task"], row["width"]) == (task, width)])
-        if task == "forgetting":  # one of the two values of a key, whichever
-            panel.axhline(0.5, color="black", linewidth=0.8, linestyle=":")
-        panel.set_title(f"{task}, width {width}", fontsize="small")
-    for panel in panels[:: len(columns)]:
-        panel.set_ylabel("queries answered rightly")
-    for panel in panels[-len(columns) :]:
-        panel.set_xlabel("tokens, key-value pairs")
-    handles = legend_entries(panels)
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
-    return figure
-
-
-def _draw_panel(panel: Any, rows: list[dict[str, Any]]) -> None:
-    chosen = [(mode, selected(row)) for mode in MODES for row in rows if row["mode"] == mode]
-    for mode, own in chosen:
-        places = range(len(own.shapes))
-        panel.plot(places, own.mean, color=_COLOURS[mode], marker=_MARKERS[mode], markersize=4, linewidth=1.5,
-                   label=MODES[mode])
-        panel.fill_between(places, own.least, own.most, color=_COLOURS[mode], alpha=0.18, linewidth=0)
-    shapes = chosen[0][1].shapes if chosen else []
-    panel.set_xticks(range(len(shapes)), [f"{shape.length}, {shape.pairs}" for shape in shapes], fontsize="small")
-    panel.set_ylim(-0.03, 1.03)
-    frame(panel)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmark of several ranks: right before fast, bytes, reports that go on, the calculation."""
+"""The benchmark of several ranks: right before fast, bytes, reports that go on."""
 
 import json
 
@@ -7,9 +7,10 @@ import torch
 from benchmark_runs import hide_gpu
 from benchmarks import context
 from benchmarks.context import ALONE, TIMED, Workload
-from repository_files import ROOT
 
 WORKLOAD = Workload(1024, 4, 2, 64, "bfloat16", "-0.1")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreter", "processes_that_meet")
 def test_context_script_runs_without_a_gpu(tmp_path, monkeypatch, capfd):
@@ -22,10 +23,9 @@ def test_context_script_runs_without_a_gpu(tmp_path, monkeypatch, capfd):
     modes = {(row["mode"], row["direction"]) for row in read["rows"]}
     assert modes == {(mode, direction) for mode in context.MODES for direction in TIMED}
     # 20 tokens of one key head: k, v and the log-decays of two heads, forward
-    assert read["rows"][0]["received"] == [0, 20 * 4 * (2 * 16 + 2)] == [0, read["rows"][0]["everything"]]
+    assert read["rows"][0]["received"] == [0, 20 * 4 * (2 * 16 + 2)]
     assert all(row["ms"] is None for row in read["rows"])
     assert [(check["mode"], check["dtype"]) for check in read["checks"]] == [("halo", "float32"), ("heads", "float32")]
-    assert (tmp_path / "context.png").stat().st_size > 5000
     capfd.readouterr()
     assert context.main([*argv, "24"]) == 0
     longer = json.loads((tmp_path / "context.json").read_text())
@@ -35,11 +35,6 @@ def test_context_script_runs_without_a_gpu(tmp_path, monkeypatch, capfd):
     assert "within the error budget" not in capfd.readouterr().out
 
 
-def test_bytes_of_everything():
-    assert WORKLOAD.everything(4) == 768 * (2 * 2 * 64 * 2 + 4 * 4)
-    assert WORKLOAD._replace(decay="alibi").everything(2) == 512 * 2 * 2 * 64 * 2
-
-
 def test_speeds_are_over_one_gpu():
     timings = {(name, way): [ms, ms] for name, ms in (("halo", 2.0), (ALONE, 3.6)) for way in TIMED}
     received = {"halo": {"forward": [0, 5], "backward": [5, 0]}}
@@ -47,7 +42,6 @@ def test_speeds_are_over_one_gpu():
     assert [(row["mode"], row["ranks"], row["speed_over_alone"]) for row in found] == [
         *[("halo", 2, 1.8)] * 3, *[(ALONE, 1, 1.0)] * 3,
     ]
-    assert len(context.draw({"rows": found, "gpu": "X", "torch": "1", "triton": "2"}).axes) == 2
 
 
 def test_wrong_results_are_objected_to():
@@ -55,11 +49,3 @@ def test_wrong_results_are_objected_to():
     assert context.objection({"out": eps, "dq": 0.0}, "bfloat16") == ""
     assert "dq by" in context.objection({"out": eps, "dq": 3 * eps}, "bfloat16")
     assert "dk by nan" in context.objection({"dk": float("nan")}, "float32")
-
-
-def test_the_calculation_of_the_page_is_made_again(tmp_path):
-    argv = ["--simulate", str(ROOT / "results/benchmark_context.json"), "--output", str(tmp_path / "x.json")]
-    assert context.main(argv) == 0
-    found, expected = (json.loads(path.read_text()) for path in
-                       (tmp_path / "x.json", ROOT / "results/simulate_context.json"))
-    assert {key for key in expected if found[key] != expected[key]} <= {"command", "method"}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from benchmarks import harness
 from language_models.schemes import SCHEMES
 from studies import recall
-from studies.recall import FILLER, MODES, Model, Run, Shape, Task
+from studies.recall import FILLER, Model, Run, Shape, Task
 
 TINY = [
     "--shapes", "16,2,2", "16,4,2", "--widths", "8", "--vocabulary", "16", "--steps", "4",
@@ -61,9 +61,7 @@ def test_keys_pairs_and_distances_are_random():
 
 
 def test_models_of_a_seed_start_alike_in_every_mode():
-    """The modes are schemes of language_models, and the embedding is used twice."""
-    assert set(MODES) == set(SCHEMES)
-    models = [Model(mode, 8, 2, 16, "reference", seed) for mode in MODES for seed in (5, 6)]
+    models = [Model(mode, 8, 2, 16, "reference", seed) for mode in SCHEMES for seed in (5, 6)]
     for model in models[2::2]:
         assert torch.equal(model.layers[1].in_proj.weight, models[0].layers[1].in_proj.weight)
         assert torch.equal(model.embedding, models[0].embedding)
@@ -121,7 +119,6 @@ def test_a_run_is_resumed_cell_by_cell(tmp_path, capsys):
     assert (first["commit"], [row["mode"] for row in first["rows"]]) == ("abc", ["scalar"])
     row = first["rows"][0]
     assert [len(row["test"]), len(row["test"][0]), len(row["test"][0][0])] == [2, 2, 2]
-    assert (tmp_path / "recall.png").stat().st_size > 10_000
     assert harness.main(recall, [*arguments, "--modes", "scalar", "none", "--minutes", "1e-9"]) == 0
     assert "1 cells are left" in capsys.readouterr().out
     assert harness.main(recall, [*arguments, "--modes", "scalar", "none"]) == 0
