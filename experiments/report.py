@@ -27,9 +27,8 @@ from benchmarks.sequences import PAGE, PAGED
 from benchmarks.training import BASELINE, IDENTITY, setting_of
 from language_models.schemes import SCHEMES
 from matplotlib.figure import Figure
-from shared.plots import kilo
 from shared.provenance import ROOT, trees_of
-from studies.length_extrapolation import cells_of_table, runs_of
+from studies.length_extrapolation import cells_of_table, kilo, runs_of
 from studies.recall import in_order, selected
 
 # the pages, and the folder of results as each links to it
@@ -118,16 +117,11 @@ class Results:
 BLOCKS: dict[str, Callable[[Results], list[str]]] = {}
 
 
-def block(*names: str, image: str = "") -> Callable[[Callable[..., list[str]]], Callable[[Results], list[str]]]:
-    """Register a block under its function's name; the function takes the results and the reports of these files. With
-    an image's text, the figure of the first file comes first."""
+def block(*names: str) -> Callable[[Callable[..., list[str]]], Callable[[Results], list[str]]]:
+    """Register a block under its function's name; the function takes the results and the reports of these files."""
 
     def register(lines: Callable[..., list[str]]) -> Callable[[Results], list[str]]:
-        def of(results: Results) -> list[str]:
-            first = f"![{image}]({results.prefix}{Path(names[0]).with_suffix('.png')})" if image else ""
-            return [*[first, ""] * bool(image), *lines(results, *map(results.load, names))]
-
-        return BLOCKS.setdefault(lines.__name__, of)
+        return BLOCKS.setdefault(lines.__name__, lambda results: lines(results, *map(results.load, names)))
 
     return register
 
@@ -382,9 +376,9 @@ def lengths(results: Results, report: Report) -> list[str]:
             f"B1 H16 D{own[-1]['head_dim']}, mean λ −0.01, {where(report)} ({results.link(SKIPPING_FILE)})."]
 
 
-@block("benchmark_sequences.json")
-def sequences(results: Results, report: Report) -> list[str]:
-    """Packed documents and a dense batch of the same work, and decoding and a copy of memory."""
+@block("benchmark_sequences.json", "benchmark_sequences_cpu.json")
+def sequences(results: Results, report: Report, on_cpu: Report) -> list[str]:
+    """Packed documents and a dense batch of the same work, decoding and a copy of memory, generation, eviction."""
     packed = index(report["packed"], "head_dim", "workload", "direction")
     dims = dict.fromkeys(dim for dim, workload, _ in packed if workload == "packed")
     fraction = ", ".join(f"{both(each(packed, 'ratio_to_alike', dim, 'packed'))} (D{dim})" for dim in dims)
@@ -404,18 +398,10 @@ def sequences(results: Results, report: Report) -> list[str]:
         f"more, in every decay mode{in_pages}.",
         f"* Tokens per second that a toy model of {first['case'].split(', half')[0]} writes after {first['prompt']:,} "
         f"tokens: {said}. Without a graph so small a model waits for Python.",
+        "* Where λ ≤ 0 and scores are bounded, as by `qk_norm`, memory follows the half-lives: a text of "
+        f"{on_cpu['stream']['count']:,} tokens by heads that forget half in 1 and 2 tokens never had more than "
+        f"{max(on_cpu['stream']['before'])} in a cache ({results.link('benchmark_sequences_cpu.json')}).",
         "", f"{where(report)} ({results.link('benchmark_sequences.json')}).",
-    ]
-
-
-@block("benchmark_sequences_cpu.json")
-def eviction(results: Results, report: Report) -> list[str]:
-    """The longest cache while a long text is written."""
-    stream = report["stream"]
-    return [
-        "Where λ ≤ 0 and scores are bounded, as by `qk_norm`, memory follows the half-lives: a text of "
-        f"{stream['count']:,} tokens by heads that forget half in 1 and 2 tokens never had more than "
-        f"{max(stream['before'])} in a cache ({results.link('benchmark_sequences_cpu.json')})."
     ]
 
 
@@ -461,7 +447,7 @@ def training(results: Results, on_cpu: Report, on_gpu: Report) -> list[str]:
     return said
 
 
-@block(EXTRAPOLATION_FILE, image="Bits per byte over the position for every scheme, trained at 1k bytes")
+@block(EXTRAPOLATION_FILE)
 def extrapolation(results: Results, report: Report) -> list[str]:
     """Loss over position: the figure, the table, and their source."""
     settings, corpus, runs = report["settings"], report["corpus"], runs_of(report)
@@ -469,8 +455,9 @@ def extrapolation(results: Results, report: Report) -> list[str]:
     crops = sorted({row["length"]: row["crops"] for run in runs for row in run["reading"]}.items())
     texts = " and ".join(f"{number} texts of {kilo(length)}" for length, number in crops)
     head, *rows = cells_of_table(report)
+    title = f"Bits per byte over the position for every scheme, trained at {kilo(context)} bytes"
     return [
-        *table(head, rows), "",
+        f"!{results.link('length_extrapolation.png', title)}", "", *table(head, rows), "",
         f"Mean of {len({run['seed'] for run in runs})} seeds (and their range). {parameters_of(report)} "
         f"parameters, {trained / 1e6:.0f} MB of Python source at {kilo(context)} bytes; {texts} bytes read, of "
         f"{corpus['held out']['packages']} packages that are not among the {corpus['training']['packages']} of the "
@@ -502,7 +489,7 @@ def recall(results: Results, report: Report) -> list[str]:
     return [*lines, f"Mean of {seeds} seeds (range), {where(report, 2)} ({results.link(RECALL_FILE)})."]
 
 
-@block(TRAINING_FILE, image="tokens per second")
+@block(TRAINING_FILE)
 def training_speed(results: Results, report: Report) -> list[str]:
     """Tokens per second of a training step, relative to cuDNN's, a row per attention, a column per setting."""
     found = {(row["variant"], setting_of(row)): row for row in report["rows"]}

@@ -1,11 +1,10 @@
-"""Base of the benchmarks: cases and inputs, checks against float64, clocks, and a run from options to JSON and plot.
+"""Base of the benchmarks: cases and inputs, checks against float64, clocks, and a run from options to JSON.
 
 A benchmark is a module with a table of OPTIONS and with measure(run). Its docstring says what its figures mean, and is
-part of its report. With draw(report) it has a figure; check_options(options, cuda) yields errors.
+part of its report. check_options(options, cuda), if it has that, yields errors.
 """
 
 import contextlib
-import json
 import os
 import statistics
 import sys
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from shared.options import REPORT, parser_of
-from shared.plots import length_axis
 from shared.provenance import ROOT, provenance
 from shared.report import resumed, write
 from torch import Tensor
@@ -390,8 +388,7 @@ class Run:
 def parse(module: Any, argv: Sequence[str]) -> Namespace:
     """The options of a benchmark, defaults filled in for this machine."""
     cuda = machine()[0] == "cuda"
-    common = {name: option for name, option in REPORT.items() if name != "draw" or hasattr(module, "draw")}
-    parser = parser_of(module.__doc__, module.OPTIONS | common, cuda)
+    parser = parser_of(module.__doc__, module.OPTIONS | REPORT, cuda)
     options = parser.parse_args(argv)
     if getattr(options, "dtype", None) == "bfloat16" and not cuda:
         parser.error("--dtype: expected float16 or float32, got bfloat16: Triton's interpreter multiplies it wrongly")
@@ -406,15 +403,11 @@ def parse(module: Any, argv: Sequence[str]) -> Namespace:
 def main(module: Any, argv: Sequence[str] | None = None) -> int:
     """Run a benchmark. The exit status is 1 if a result of ours is wrong or fails, 2 for a bad option."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    options = parse(module, argv)
-    if getattr(options, "draw", None):
-        draw(module, json.loads(options.draw.read_text(encoding="utf-8")), options.draw)
-        return 0
-    return run_all(module, options, argv)
+    return run_all(module, parse(module, argv), argv)
 
 
 def run_all(module: Any, options: Namespace, argv: list[str]) -> int:
-    """The measurement, its report and its figure; the exit status."""
+    """The measurement and its report; the exit status."""
     run = Run(str(Path(module.__file__).resolve().relative_to(ROOT)), options, argv, module.__doc__)
     if not run.timed and run.report["rounds"]:
         print("No GPU, so no speeds of kernels: their errors in Triton's interpreter.")
@@ -423,47 +416,9 @@ def run_all(module: Any, options: Namespace, argv: list[str]) -> int:
     run.save()
     if options.output:
         print(f"\nwrote {options.output}")
-        if hasattr(module, "draw"):
-            draw(module, run.report, options.output)
     failed = any(entry["ours"] for entry in run.report["missing"])
     print("FAILED" if failed else "nothing failed")
     return int(failed)
-
-
-def draw(module: Any, report: dict[str, Any], output: Path) -> None:
-    """Write the figure of a report as PNG next to its JSON file; none without rows."""
-    try:
-        module.draw(report).savefig(output.with_suffix(".png"))
-    except ValueError as error:
-        print(f"no figure: {error}")
-    else:
-        print(f"wrote {output.with_suffix('.png')}")
-
-
-def panels(
-    count: int, size: tuple[float, float], title: str, lines: int = 1, **options: Any
-) -> tuple[Any, Sequence[Any]]:
-    """(figure, its panels, `count` in each of the lines). size: inches. options: of Figure.subplots. Raises ValueError
-    for no panel."""
-    from matplotlib.figure import Figure  # not for the processes of tests, which draw nothing
-
-    if not count:
-        raise ValueError("report: has no rows to draw")
-    figure = Figure(figsize=size, dpi=150, layout="constrained")
-    figure.suptitle(title, fontsize="medium")
-    return figure, list(figure.subplots(lines, count, squeeze=False, **options).flat)
-
-
-def lines(
-    panel: Any, rows: Sequence[dict[str, Any]], value: Callable[[dict[str, Any]], float],
-    series: Iterable[tuple[str, dict[str, Any], dict[str, Any]]],
-) -> None:
-    """Values over the sequence length: a line per series (label, entries that its rows have, looks)."""
-    for label, entries, looks in series:
-        own = sorted((row for row in rows if entries.items() <= row.items()), key=lambda row: row["length"])
-        if own:
-            panel.plot([row["length"] for row in own], list(map(value, own)), marker="o", label=label, **looks)
-    length_axis(panel, sorted({row["length"] for row in rows}))
 
 
 def table(rows: Iterable[dict[str, Any]], label: str, columns: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """Gain and cost of skip_tolerance; correct first. Usage::
 
-    python experiments/benchmarks/skipping.py                                # on a GPU: all of it; tables, JSON, a plot
+    python experiments/benchmarks/skipping.py                                # on a GPU: all of it; tables and JSON
     python experiments/benchmarks/skipping.py --studies pruning --head-dims 64       # part of it, quickly
 
 Four studies. planning: shapes where no tile can be skipped, which show the cost of the plan; plan_us is that of one of
@@ -26,10 +26,8 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from shared.plots import frame
-
 from benchmarks import harness, peers
-from benchmarks.harness import DIRECTIONS, Case, Prepared, Run, Timings
+from benchmarks.harness import Case, Prepared, Run, Timings
 from benchmarks.peers import BASELINE
 from decayattn import decay_attention, visited_fraction
 from decayattn.backends import registry
@@ -186,26 +184,6 @@ def _last_rows(workload: Workload, inputs: dict[str, Tensor], backend: str) -> t
 def _prepared(inputs: dict[str, Tensor], rows: int, tolerance: str | None, backend: str) -> Prepared:
     attend = functools.partial(decay_attention, skip_tolerance=tolerance, backend=backend)
     return harness.prepare(attend, inputs | {name: inputs[name][:, -rows:] for name in ("q", "grad_out")})
-
-
-# colour-blind safe (Okabe and Ito)
-_COLOURS = {WHOLE: "#000000", SKIPPING: "#d55e00"}
-
-
-def draw(report: dict[str, Any]) -> Any:
-    """Times over T."""
-    rows = [row for row in report["rows"] if row["study"] == "lengths"]
-    about = "H{heads} D{head_dim}, λ uniform with mean {mean_log_decay:g}".format(**rows[0]) if rows else ""
-    title = f"{about}, {report['gpu']}, torch {report['torch']}, triton {report['triton']}"
-    figure, panels = harness.panels(min(1, len(rows)), (7.0, 4.8), title)
-    harness.lines(panels[0], rows, lambda row: row["ms"], (
-        (f"{name}, {direction}", {"peer": name, "direction": direction}, {"color": colour, "linestyle": style})
-        for name, colour in _COLOURS.items() for direction, style in zip(DIRECTIONS, ("-", "--"), strict=True)
-    ))
-    panels[0].set(xlabel="sequence length", ylabel="ms", yscale="log")
-    panels[0].legend(frameon=False)
-    frame(panels[0])
-    return figure
 
 
 if __name__ == "__main__":

@@ -46,7 +46,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from shared.options import above_zero
-from shared.plots import frame, legend_entries, length_axis
 from shared.provenance import ROOT
 from shared.workers import in_time
 from toy_lm.model import NORM_EPS, Block
@@ -506,47 +505,6 @@ def compare(result: dict[str, Any]) -> None:
             apart = [own - other for own, other in pairs]
             row["difference"] = statistics.fmean(apart)
             row["largest_difference"] = max(map(abs, apart))
-
-
-# colour-blind safe (Okabe and Ito)
-_COLOURS = {"ours": "#d55e00", "cudnn": "#000000", "flex": "#56b4e9", "fla": "#009e73", "fox": "#cc79a7",
-            "identity": "#bbbbbb"}
-_MARKERS = {"trained": "s", "whole": "^", "rotary": "D", "pruned": "v"}
-
-
-def draw(report: dict[str, Any]) -> Any:
-    """Tokens per second over the context, a panel per head dimension, eager and compiled; dashed: without a decay."""
-    rows = [row for row in report["rows"] if "compiled" in row]  # none of strategies
-    panels_of = sorted({(row["compiled"], row["head_dim"]) for row in rows})
-    title = f"A training step of a 124 M model, {report['gpu']}, torch {report['torch']}"
-    figure, panels = harness.panels(len(panels_of), (1.5 + 4.2 * len(panels_of), 5.6), title, sharey=True)
-    for panel, (compiled, head_dim) in zip(panels, panels_of, strict=True):
-        same = [row for row in rows if (row["compiled"], row["head_dim"]) == (compiled, head_dim)]
-        for name in dict.fromkeys(row["variant"] for row in same):
-            own = sorted((row for row in same if row["variant"] == name), key=lambda row: row["length"])
-            _draw_variant(panel, name, "no decay" in report["variants"][name], own)
-        panel.set_title(f"D = {head_dim}, {'torch.compile' if compiled else 'eager'}", fontsize="medium")
-        length_axis(panel, sorted({row["length"] for row in same}))
-        panel.set_ylim(bottom=0)
-        frame(panel)
-        panel.set_xlabel("tokens of context")
-    panels[0].set_ylabel("tokens per second")
-    handles = legend_entries(panels)
-    figure.legend(handles.values(), [report["variants"][name] for name in handles], loc="outside lower center", ncols=2,
-                  frameon=False, fontsize="small")
-    return figure
-
-
-def _draw_variant(panel: Any, name: str, without_decay: bool, rows: list[dict[str, Any]]) -> None:
-    tokens = [row["tokens_per_second"] for row in rows]
-    limits = [[row["batch"] * row["length"] / row["ms_range"][end] * 1e3 for row in rows] for end in (1, 0)]
-    bars = [[abs(a - b) for a, b in zip(tokens, limit, strict=True)] for limit in limits]
-    panel.errorbar(
-        [row["length"] for row in rows], tokens, yerr=bars, label=name, capsize=3,
-        color=_COLOURS[name.split("-")[0]], linestyle="--" if without_decay else ":" if name == IDENTITY else "-",
-        marker=_MARKERS.get(name.split("-")[-1], "o"), markersize=5,
-        linewidth=2.4 if name.startswith("ours") else 1.4,
-    )
 
 
 if __name__ == "__main__":

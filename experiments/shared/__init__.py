@@ -1,1 +1,1 @@
-"""Modules that all scripts share: options, plots, provenance, reports, worker processes."""
+"""Modules that all scripts share: options, provenance, reports, worker processes."""

@@ -11,7 +11,6 @@ from shared.provenance import ROOT
 REPORT = {
     "seed": (0, 0, "seed of all random numbers", int),
     "commit": (None, None, "commit of the code, for a copy of it whose git does not know", str),
-    "draw": (None, None, "draw the figure of this JSON file, and do nothing else", Path),
 }
 
 

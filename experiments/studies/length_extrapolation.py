@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -34,7 +35,6 @@ from language_models import corpus as corpora
 from language_models.corpus import Corpus, TrainingCrops, crops, held_out_starts
 from language_models.schemes import SCHEMES, attention_layer
 from shared.options import positive
-from shared.plots import frame, kilo, length_axis
 from shared.provenance import ROOT
 from toy_lm.model import ByteLM, learning_rate_factor, next_byte_loss, parameter_groups
 
@@ -102,6 +102,8 @@ def measure(run: Run) -> None:
     cells = [(scheme, seed) for seed in options.seeds for scheme in options.schemes]
     grid.fill(run, ("scheme", "seed"), cells, train, (settings, options.folder), say)
     print("\n".join(" | ".join(row) for row in cells_of_table(run.report)))
+    if run.report["rows"]:
+        draw(run.report).savefig(options.output.with_suffix(".png"))
 
 
 def bins(context: int, length: int) -> list[int]:
@@ -218,6 +220,11 @@ def losses_in_windows(model: ByteLM, tokens: Tensor, settings: Namespace) -> Ten
     return torch.cat([of_windows[:, 0, :half], of_windows[:, :, half:].flatten(1)], dim=1)
 
 
+def kilo(length: int) -> str:
+    """1024 as 1k."""
+    return f"{length // 1024}k" if length and length % 1024 == 0 else str(length)
+
+
 def runs_of(report: dict[str, Any]) -> list[dict[str, Any]]:
     """The cells of a report, which older ones call runs."""
     return report["runs"] if "runs" in report else report["rows"]
@@ -261,7 +268,7 @@ COLOURS = {
 BROKEN = ("rotary", "none", "per-channel")
 
 
-def draw(report: dict[str, Any]) -> Any:
+def draw(report: dict[str, Any]) -> Figure:
     """A panel per length that was read, as in the paper of the Forgetting Transformer (arXiv 2503.02130): mean over the
     seeds, their range shaded, the trained length marked."""
     runs = runs_of(report)
@@ -270,7 +277,9 @@ def draw(report: dict[str, Any]) -> Any:
     seeds = len({run["seed"] for run in runs})
     title = (f"Python source, {size / 1e6:.1f} M parameters, {seeds} seed{'s' * (seeds > 1)}: mean and range; "
              f"{report['gpu'] or 'CPU'}")
-    figure, panels = harness.panels(len(lengths), (1.5 + 6.5 * len(lengths), 5.2), title)
+    figure = Figure(figsize=(1.5 + 6.5 * len(lengths), 5.2), dpi=150, layout="constrained")
+    figure.suptitle(title, fontsize="medium")
+    panels = figure.subplots(1, len(lengths), squeeze=False)[0]
     for axes, length in zip(panels, lengths, strict=True):
         _panel(axes, report, length)
     handles, labels = panels[0].get_legend_handles_labels()
@@ -296,13 +305,17 @@ def _panel(axes: Any, report: dict[str, Any], length: int) -> None:
     axes.axvline(context, color="#1f2328", linewidth=1, linestyle=":")
     axes.annotate(f"trained length, {kilo(context)}", (context, 1), xycoords=("data", "axes fraction"),
                   xytext=(4, -12), textcoords="offset points", fontsize="small")
-    length_axis(axes, [int(context * 2.0**power) for power in range(-4, 10) if 1 <= context * 2.0**power <= length])
+    ticks = [int(context * 2.0**power) for power in range(-4, 10) if 1 <= context * 2.0**power <= length]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, list(map(kilo, ticks)))
+    axes.minorticks_off()
     middle = float(np.median(within))
     # curves that diverge leave the panel upwards; the table has their values
     axes.set_ylim(min(0.8 * middle, 0.97 * lowest), 2.2 * middle)
     crops = max(row["crops"] for _, row in read)
     axes.set(xlabel="position (bytes before)", ylabel="bits per byte", title=f"{crops} texts of {kilo(length)} bytes")
-    frame(axes)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def coarser(edges: np.ndarray, curves: np.ndarray, per_octave: int = 6) -> tuple[np.ndarray, np.ndarray]:

@@ -36,7 +36,6 @@ def test_a_run_leaves_rows_json_and_a_plot(tmp_path):
     sizes = ["--planning", "20", "--tokens", "40", "--pruning", "30", "--constant", "30", "--lengths", "16", "32"]
     status, read = run(skipping, tmp_path, *ARGUMENTS, *sizes, "--whole-up-to", "30")
     assert status == 0
-    assert (tmp_path / "new/results.png").stat().st_size > 10_000
     assert {row["study"] for row in read["rows"]} == set(skipping.STUDIES)
     assert {row["peer"] for row in read["rows"] if row["length"] == 32} == {SKIPPING}
     for row in (row for row in read["rows"] if row["peer"] == SKIPPING):

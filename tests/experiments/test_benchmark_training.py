@@ -105,7 +105,6 @@ def test_known_settings_are_not_measured_again(tmp_path, monkeypatch):
     for more in ([], ["24"]):
         assert run(training, tmp_path, *argv, *more)[0] == 0
     assert measured == [20, 24]
-    assert (tmp_path / "new/results.png").stat().st_size > 10_000
     with pytest.raises(SystemExit, match="has setup"):
         run(training, tmp_path, *argv, "--seconds", "9")
 
@@ -133,8 +132,6 @@ def test_strategies_are_compared_step_by_step(tmp_path):
     assert one["tokens_per_second"] == pytest.approx(40 / 0.011)
     assert (two["speed_over_one"], two["difference"]) == (2.0, pytest.approx(0.1))
     assert two["largest_difference"] == pytest.approx(0.3)
-    with pytest.raises(ValueError, match="no rows to draw"):
-        training.draw(result)
 
 
 @pytest.mark.slow
