@@ -6,8 +6,8 @@
     python experiments/benchmarks/attention.py --before ../before --peers cudnn  # two versions, in one process
 
 Regimes: "sustained" times whole calls back to back, the power limit reached, as in training; "captured" replays them
-from CUDA graphs, without the host; "burst" times single calls with a cleared L2 cache. All kernels run in one process,
-in interleaved rounds; a number is the median over the rounds, with its range (ratio_to_cudnn: of the rounds' ratios).
+from CUDA graphs, without the host. All kernels run in one process, in interleaved rounds; a number is the median over
+the rounds, with its range (ratio_to_cudnn: of the rounds' ratios).
 Both directions include preparation kernels and allocations. TFLOP/s count 2·B·H·T²·(D + D_v) forward and
 2·B·H·T²·(3 D + 2 D_v) backward; causal: half. relative_error is ‖x − x64‖ / ‖x64‖ on the timed inputs: last head of the
 last batch entry; of sequences over 8,192 tokens the last 2²⁶ / T query rows.
@@ -24,26 +24,22 @@ import dataclasses
 import functools
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from shared.options import above_zero, positive
-from shared.provenance import ROOT, commit_of
+from shared.options import positive
+from shared.provenance import commit_of
 
 from benchmarks import harness, peers
 from benchmarks.harness import DECAYS, DIRECTIONS, Case, Prepared, Run, Timings
 from decayattn.backends import registry
 from decayattn.testing import Comparison, verify_attention
 
-# each with its clock, and the seconds that a figure takes by default
-REGIMES: dict[str, tuple[Callable[[float], harness.Timer], float]] = {
-    "sustained": (harness.sustained_timer, 0.3), "captured": (harness.captured_timer, 0.3),
-    "burst": (harness.burst_timer, 0.015),
-}
+REGIMES = {"sustained": harness.sustained_timer, "captured": harness.captured_timer}
 OPTIONS = {
     "shapes": ([(16, 2048, 16, 64), (4, 8192, 16, 64), (1, 32768, 16, 64), (16, 2048, 16, 128), (4, 8192, 16, 128),
                 (1, 32768, 16, 128)], [(1, 65, 2, 16), (1, 130, 1, 16)],
@@ -57,7 +53,7 @@ OPTIONS = {
     "backends": (["auto"], ["triton"], "our backends", registry.NAMES),
     "decays": (["scalar", "none"], ["scalar", "none"], "decays of ours", DECAYS),
     "peers": (["cudnn", "flash_attn", "fla", "fox"], [], "kernels to compare with", peers.OTHERS),
-    "seconds": (None, None, "time of one figure; None: 0.3, of a burst 0.015", above_zero),
+    "seconds": (0.3, 0.3, "time of one figure"),
     "rounds": (3, 3, "interleaved rounds"),
     "output": harness.output("benchmark_sustained.json"),
     "before": (None, None, "a checkout of another commit, to measure in the same rounds", lambda text: tree(text)),
@@ -79,13 +75,6 @@ class Kernel(NamedTuple):
         return {"ours": self.peer.backend is not None, "case": str(self.case), "kernel": self.name}
 
 
-def check_options(options: argparse.Namespace, cuda: bool) -> tuple[str, ...]:
-    """No option is refused; bursts have a file of their own."""
-    if options.regime == "burst" and options.output == OPTIONS["output"][0]:
-        options.output = ROOT / "results/benchmark_bursts.json"
-    return ()
-
-
 def tree(text: str) -> Path:
     """Type of an option that is a checkout."""
     if not Path(text, "decayattn/__init__.py").is_file():
@@ -104,11 +93,9 @@ def shape(text: str) -> tuple[int, ...]:
 def measure(run: Run) -> None:
     """Check all kernels on every shape, then time those that passed."""
     options = run.options
-    clock, seconds = REGIMES[options.regime]
-    seconds = options.seconds or seconds
     run.report |= {
         "before": options.before and commit_of(options.before), "regime": options.regime,
-        "captured": options.regime == "captured", "seconds": seconds,
+        "captured": options.regime == "captured", "seconds": options.seconds,
     }
     for size in options.shapes:
         kernels = {kernel.name: kernel for kernel in kernels_of(size, options)}
@@ -122,7 +109,8 @@ def measure(run: Run) -> None:
             torch.cuda.synchronize()
             with torch.cuda.stream(torch.cuda.Stream()) if aside else contextlib.nullcontext():
                 calls = {name: prepared[name].parts for name in kernels if name in prepared}
-                timings = run.time(calls, clock(seconds), where={name: kernels[name].where for name in calls})
+                timer = REGIMES[options.regime](options.seconds)
+                timings = run.time(calls, timer, where={name: kernels[name].where for name in calls})
             found = list(rows(case, timings, errors))
             run.report["rows"] += found
             lines = ({"name": name, "direction": row["direction"]} | figures

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shared.options import REPORT, parser_of
+from shared.options import parser_of
 from shared.provenance import ROOT, provenance
 from shared.report import resumed, write
 from torch import Tensor
@@ -312,7 +312,7 @@ class Run:
     def __init__(self, script: str, options: Namespace, argv: list[str], method: str | None):
         self.options = options
         self.device, self.timed = machine()
-        self.report: dict[str, Any] = provenance(script, argv, options.commit)
+        self.report: dict[str, Any] = provenance(script, argv)
         self.report |= {"method": method, "rounds": getattr(options, "rounds", None)}
         self.report |= {"checks": [], "missing": [], "rows": []}
 
@@ -388,7 +388,7 @@ class Run:
 def parse(module: Any, argv: Sequence[str]) -> Namespace:
     """The options of a benchmark, defaults filled in for this machine."""
     cuda = machine()[0] == "cuda"
-    parser = parser_of(module.__doc__, module.OPTIONS | REPORT, cuda)
+    parser = parser_of(module.__doc__, module.OPTIONS | {"seed": (0, 0, "seed of all random numbers", int)}, cuda)
     options = parser.parse_args(argv)
     if getattr(options, "dtype", None) == "bfloat16" and not cuda:
         parser.error("--dtype: expected float16 or float32, got bfloat16: Triton's interpreter multiplies it wrongly")

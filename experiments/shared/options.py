@@ -7,12 +7,6 @@ from typing import Any
 
 from shared.provenance import ROOT
 
-# of a script that writes a report
-REPORT = {
-    "seed": (0, 0, "seed of all random numbers", int),
-    "commit": (None, None, "commit of the code, for a copy of it whose git does not know", str),
-}
-
 
 def parser_of(doc: str | None, options: Mapping[str, tuple], cuda: bool) -> argparse.ArgumentParser:
     """The parser of a table; a list takes any number of values, False is a flag, numbers are above 0."""

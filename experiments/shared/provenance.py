@@ -21,17 +21,17 @@ _CODE, _FOLDERS = ("decayattn", "experiments", "pyproject.toml"), ("decayattn", 
 _UNTRACKED = "__pycache__/\n*.pyc\n*.egg-info\n.*/\n"  # in them
 
 
-def provenance(script: str, argv: list[str], commit: str | None = None) -> dict[str, Any]:
+def provenance(script: str, argv: list[str]) -> dict[str, Any]:
     """The machine, the versions, the commit, the code's trees, the command line and the date.
 
-    commit: for a copy without git, like the environment variable DECAYATTN_COMMIT; else git's. By the trees report.py
-    knows if the code was that commit's; decayattn's is that of the imported package.
+    In a copy without git, the environment variable DECAYATTN_COMMIT names the commit. By the trees report.py knows if
+    the code was that commit's; decayattn's is that of the imported package.
     """
     imported = sys.modules.get("decayattn")
     package = Path(imported.__file__).parent if imported else ROOT / "decayattn"
     cuda = torch.cuda.is_available()
     driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
-    commit = commit or os.environ.get("DECAYATTN_COMMIT")
+    commit = os.environ.get("DECAYATTN_COMMIT")
     head = None if commit else _git(ROOT, "rev-parse", "HEAD")
     return {
         "gpu": torch.cuda.get_device_name() if cuda else None,

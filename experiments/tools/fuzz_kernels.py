@@ -79,8 +79,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     option = parser.add_argument
     option("--dims", nargs=2, type=int, metavar=("D", "D_V"), help="these head dimensions in every call")
     option("--processes", type=int, default=os.cpu_count() if cuda else 1, help="processes, all on one GPU")
-    option("--backends", nargs="+", choices=judge.BACKENDS, help="default: triton, hopper where it takes a call, and "
-           "in two of three calls auto or reference")
+    option("--backends", nargs="+", choices=judge.BACKENDS,
+           default=["triton", *["hopper"] * cuda, "reference"], help="hopper: where it takes a call")
     option("--limit", type=float, default=300.0, help="seconds that a call may take, compiling included")
     return parser.parse_args(argv)
 
@@ -92,13 +92,11 @@ def draw_here(
 
 
 def fuzz(
-    number: int, seed: int, longest: int, family: int, dims: Sequence[int] | None, backends: list[str] | None
+    number: int, seed: int, longest: int, family: int, dims: Sequence[int] | None, backends: list[str]
 ) -> tuple[dict[str, Any], bool]:
     """One call: its result, and True if this process can go on."""
     torch.set_num_threads(1)
     call = draw_here(number, seed, longest, family, dims)
-    if backends is None:
-        backends = ["triton", *["hopper"] * torch.cuda.is_available(), *[call.extra] * bool(call.extra)]
     try:
         verdict = judge.judge(build(call, DEVICE), backends)
     except Exception as error:

@@ -92,8 +92,7 @@ def test_ours_is_held_to_the_error_budget(factor, monkeypatch):
 def timed(monkeypatch):
     """Runs on the CPU as on a GPU, by a counting clock, with another peer in the place of cuDNN."""
     count_milliseconds(monkeypatch)
-    regimes = {name: (harness.sustained_timer, 0.3) for name in attention.REGIMES}
-    monkeypatch.setattr(attention, "REGIMES", regimes)
+    monkeypatch.setattr(attention, "REGIMES", dict.fromkeys(attention.REGIMES, harness.sustained_timer))
     monkeypatch.setattr(peers.SDPBackend, "CUDNN_ATTENTION", peers.SDPBackend.MATH)
 
 

@@ -111,7 +111,7 @@ def test_rounds_interleave_calls_and_survive_a_failure():
             yield way, call
 
     calls = {"a": lambda: parts("a"), "b": lambda: parts("b", fails_at=2), "c": lambda: parts("c")}
-    run = harness.Run("x.py", Namespace(commit=None, output=None, rounds=3), [], None)
+    run = harness.Run("x.py", Namespace(output=None, rounds=3), [], None)
     where = {name: {"call": name} for name in calls}
     timings = run.time(calls, lambda call: (call(), float(next(clock)))[1], where=where)
     assert " ".join(called) == "af ab bf bb cf cb cf cb bf af ab af ab cf cb"  # b dies in the second round

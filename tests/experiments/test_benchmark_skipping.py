@@ -32,7 +32,7 @@ def timed(monkeypatch):
 
 
 @pytest.mark.usefixtures("timed")
-def test_a_run_leaves_rows_json_and_a_plot(tmp_path):
+def test_a_run_leaves_rows_and_json(tmp_path):
     sizes = ["--planning", "20", "--tokens", "40", "--pruning", "30", "--constant", "30", "--lengths", "16", "32"]
     status, read = run(skipping, tmp_path, *ARGUMENTS, *sizes, "--whole-up-to", "30")
     assert status == 0

@@ -21,6 +21,7 @@ NAMES = ["ours", "cudnn", IDENTITY]
 @pytest.fixture(autouse=True)
 def without_gpu(monkeypatch):
     hide_gpu(monkeypatch)
+    monkeypatch.setenv("DECAYATTN_COMMIT", "abc")
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_known_settings_are_not_measured_again(tmp_path, monkeypatch):
     count_milliseconds(monkeypatch)
     monkeypatch.setattr(training, "time_rounds", lambda models, *_: (measured.append(models.setting.length), {}))
     monkeypatch.setattr(training, "rows", lambda setting, *_: found[setting.length])
-    argv = [*SMALL, "--commit", "abc", "--variants", IDENTITY, "--lengths", "20"]
+    argv = [*SMALL, "--variants", IDENTITY, "--lengths", "20"]
     for more in ([], ["24"]):
         assert run(training, tmp_path, *argv, *more)[0] == 0
     assert measured == [20, 24]
@@ -138,7 +139,7 @@ def test_strategies_are_compared_step_by_step(tmp_path):
 @pytest.mark.usefixtures("interpreter", "processes_that_meet")
 def test_strategies_are_run_once(tmp_path):
     (tmp_path / "text").write_bytes(b"abracadabra, " * 200)
-    argv = ["--commit", "abc", "--output", str(tmp_path / "found.json"), "--strategies", "one", "context, heads",
+    argv = ["--output", str(tmp_path / "found.json"), "--strategies", "one", "context, heads",
             f"--more=--data {tmp_path / 'text'} --gradient_check 0"]
     assert harness.main(training, argv) == 0
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
@@ -153,7 +154,7 @@ def test_a_failed_strategy_is_reported_and_not_kept(tmp_path, monkeypatch, capsy
     done = SimpleNamespace(returncode=2, stdout="heads: expected a divisor")
     monkeypatch.setattr(subprocess, "run", lambda command, **_: (commands.append(command), done)[1])
     monkeypatch.setattr(harness, "provenance", lambda *_: dict.fromkeys(("gpu", "driver", "torch", "triton", "commit")))
-    status, read = run(training, tmp_path, "--commit", "abc", "--strategies", "ddp", "--more=--heads 3")
+    status, read = run(training, tmp_path, "--strategies", "ddp", "--more=--heads 3")
     assert (status, read["rows"]) == (1, [])
     assert commands[0][-2:] == ["--heads", "3"]
     assert {"--strategy", "ddp", "--devices", "2", "--steps"} <= set(commands[0])

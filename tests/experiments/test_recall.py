@@ -111,9 +111,10 @@ def test_the_rate_is_chosen_by_validation():
     assert (chosen.least, chosen.most) == ([0.4, 0.1], [0.6, 0.2])
 
 
-def test_a_run_is_resumed_cell_by_cell(tmp_path, capsys):
+def test_a_run_is_resumed_cell_by_cell(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("DECAYATTN_COMMIT", "abc")
     output = tmp_path / "recall.json"
-    arguments = [*TINY, "--tasks", "forgetting", "--commit", "abc", "--output", str(output)]
+    arguments = [*TINY, "--tasks", "forgetting", "--output", str(output)]
     assert harness.main(recall, [*arguments, "--modes", "scalar"]) == 0
     first = json.loads(output.read_text())
     assert (first["commit"], [row["mode"] for row in first["rows"]]) == ("abc", ["scalar"])
@@ -127,8 +128,9 @@ def test_a_run_is_resumed_cell_by_cell(tmp_path, capsys):
     assert second["rows"][0] == row
     with pytest.raises(SystemExit, match="has setup"):
         harness.main(recall, [*arguments, "--steps", "5"])
+    monkeypatch.setenv("DECAYATTN_COMMIT", "other")
     with pytest.raises(SystemExit, match="has commit abc, expected other"):
-        harness.main(recall, [*arguments, "--commit", "other"])
+        harness.main(recall, arguments)
 
 
 def test_a_cell_that_fails_fails_the_run_and_no_other(tmp_path, capsys, monkeypatch):

@@ -85,7 +85,6 @@ class Draw:
     gradient_size: float
     poisoned: bool  # NaN and inf where "what they hold does not matter"
     far: tuple[int, float]  # distance between such keys, and the largest logit of one with any row; (0, 0): none
-    extra: str  # "auto", "reference" or "": one more backend
 
 
 def draw(
@@ -276,7 +275,7 @@ def _call(rng: random.Random, number: int, family: Family, longest: int) -> Draw
         key_size=rng.choice((1.0, 4.0, 16.0, 100.0)) if large else 1.0,
         value_size=min(value_size, 100.0) if family.dtype == "float16" else value_size,
         gradient_size=rng.choice((1e-3, 30.0)) if _chance(rng, 0.1) else 1.0,
-        poisoned=_chance(rng, 0.6), extra=rng.choice(("", "auto", "reference")), far=(0, 0.0),
+        poisoned=_chance(rng, 0.6), far=(0, 0.0),
     )
     if _chance(rng, 0.15):
         call = replace(call, far=(rng.choice((3, 61, 97, 200)), rng.choice((30.0, 60.0, 120.0, 200.0))))
