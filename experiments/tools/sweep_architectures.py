@@ -5,10 +5,10 @@
 
 Each architecture is built small, with random weights, on the CPU. Its outcome is one of these:
 
-* right: the outputs equal those of eager attention, or else those of transformers' sdpa. Batches of 1 and 2 have no
-  mask, a mask of ones, or padding on either side. Another last token must change what it changes with eager attention,
-  so a causal model does not see it before. A decoder is padded, too, and tokens are generated with a dynamic and with a
-  static cache. Outputs of padding do not count.
+* right: the outputs equal those of eager attention. Batches of 1 and 2 have no mask, a mask of ones, or padding on
+  either side. Another last token must change what it changes with eager attention, so a causal model does not see it
+  before. A decoder is padded, too, and tokens are generated with a dynamic and with a static cache. Outputs of padding
+  do not count.
 * refused: the model raises an error of decayattn that names the reason.
 * wrong: anything else.
 * not judged: no small model could be built or run with eager attention, or its outputs hardly depend on other tokens.
@@ -152,22 +152,16 @@ def judge(name: str) -> dict[str, Any]:
         return {"outcome": "not judged", "reason": described(error)}
     if not needed:
         return {"outcome": "not judged", "reason": "its outputs hardly depend on other tokens"}
-    found = compare(kind, eager, eager, inputs)
-    if found["outcome"] == "wrong" and kind._supports_sdpa:  # eager Moshi of transformers 5.17 is not causal
-        sdpa = build(kind, eager.config, "sdpa")
-        sdpa.load_state_dict(eager.state_dict())
-        with_sdpa = compare(kind, eager, sdpa, inputs)
-        return found if with_sdpa["outcome"] == "wrong" else with_sdpa
-    return found
+    return compare(kind, eager, inputs)
 
 
-def compare(kind: Any, eager: PreTrainedModel, other: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Any]:
-    """Outcome of a model with eager's weights against another attention."""
+def compare(kind: Any, eager: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    """Outcome of a model with eager's weights."""
     compared: dict[str, float] = {}
     try:
         ours = build(kind, eager.config, NAME)
         ours.load_state_dict(eager.state_dict())
-        for case, error in cases(other, ours, inputs):
+        for case, error in cases(eager, ours, inputs):
             compared[case] = error
             if not error <= TOLERANCE:
                 return {"outcome": "wrong", "reason": f"{case}: relative error {error:.1e}"}

@@ -1,7 +1,5 @@
 """The benchmark of packed sequences, decoding and generation: its arithmetic, its checks, its timed run."""
 
-import itertools
-import math
 import shlex
 from argparse import Namespace
 
@@ -13,7 +11,7 @@ from benchmarks.harness import Case
 from benchmarks.sequences import Eviction, Step, Workload, write
 from test_benchmark_harness import DECAYS, TINY
 
-from decayattn import decay_attention, decay_attention_varlen
+from decayattn import decay_attention_varlen
 from decayattn.nn import DecayCache
 from decayattn.testing import call
 
@@ -46,17 +44,6 @@ def test_work_of_a_packed_batch_is_that_of_its_documents():
     assert batch.flops("backward") == 5 * 2 * 8 * 3 * pairs
 
 
-def test_documents_are_uniform_in_the_logarithm_and_seeded():
-    lengths = sequences.document_lengths(10_000, 64, 4096, seed=0)
-    assert lengths == sequences.document_lengths(10_000, 64, 4096, seed=0)
-    assert lengths != sequences.document_lengths(10_000, 64, 4096, seed=1)
-    assert 64 <= min(lengths) <= max(lengths) <= 4096
-    for part in (0.25, 0.5, 0.75):  # quantiles, within five standard deviations of a uniform variable's
-        below = sum(length <= 64 * 64**part for length in lengths) / len(lengths)
-        assert below == pytest.approx(part, abs=5 * math.sqrt(part * (1 - part) / len(lengths)))
-    assert set(sequences.document_lengths(5, 7, 7, seed=0)) == {7}
-
-
 @pytest.mark.parametrize("decay", DECAYS)
 def test_bytes_of_a_step_are_those_of_the_tensors_it_reads(decay):
     step = Step(batch=2, heads=4, kv_heads=2, head_dim=8, tokens=50, dtype="float16")
@@ -67,19 +54,6 @@ def test_bytes_of_a_step_are_those_of_the_tensors_it_reads(decay):
     torch.testing.assert_close(inputs["alpha"].diff(dim=1).float(), inputs["log_decay"][:, 1:])
     assert (inputs["log_decay"] <= 0).all()
     assert (inputs["log_decay"] >= -0.2).all()
-
-
-def test_packed_documents_attend_to_themselves():
-    """Against the dense call on every document alone."""
-    workload, _ = sequences.workloads(harness.parse(sequences, []), sequences.SIZES["cpu"], head_dim=8)
-    inputs = workload.inputs("cpu", seed=0)
-    call = workload.prepare(inputs, "reference", "cpu")
-    out = call.forward()
-    tensors = [inputs[name] for name in ("q", "k", "v", "log_decay")]
-    assert [x.shape for x in call.backward(out)] == [x.shape for x in tensors]
-    for begin, end in itertools.pairwise([0, *itertools.accumulate(workload.lengths)]):
-        want = decay_attention(*(x[begin:end][None] for x in tensors), backend="reference")
-        torch.testing.assert_close(out[begin:end][None], want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("timed")
@@ -211,14 +185,6 @@ def test_logits_are_held_to_the_error_without_a_cache(dtype, monkeypatch):
     attend = DecayCache._append
     monkeypatch.setattr(DecayCache, "_append", forgetful)
     assert min(sequences.logits_over_budget(model, tokens, eviction).values()) > 1
-
-
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-def test_a_gpu_times_everything(monkeypatch):
-    monkeypatch.setitem(sequences.SIZES, "cuda", sequences.SIZES["cpu"])
-    report = run("--seconds", "0.001").report
-    assert [len(report[part]) for part in ("packed", "decode", "generate")] == [4, 7, len(sequences.MODES)]
-    assert report["missing"] == []
 
 
 def test_failures_are_listed_and_leave_the_others_alone(monkeypatch):

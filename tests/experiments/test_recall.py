@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks import harness
-from language_models.schemes import SCHEMES
 from studies import recall
-from studies.recall import FILLER, Model, Run, Shape, Task
+from studies.recall import FILLER, Run, Shape, Task
 
 TINY = [
     "--shapes", "16,2,2", "16,4,2", "--widths", "8", "--vocabulary", "16", "--steps", "4",
@@ -48,31 +47,6 @@ def test_answers_equal_a_dictionary(name, count):
         for place, key in behind.items():
             assert answers.pop(40 * row + place) == last[key]
     assert not answers
-
-
-def test_keys_pairs_and_distances_are_random():
-    """Each slot for a query is taken at least once in many, the near ones most; so is each key and each value."""
-    batch = Task("recall", 32, 2, rows=2000, vocabulary=12, device="cpu").draw(generator())
-    slots = torch.bincount(batch.positions % 32 // 2, minlength=16)
-    assert not slots[:2].any()
-    assert (slots[2:] > 0).all()
-    assert slots[2] > slots[4] > slots[8]
-    assert (torch.bincount(batch.answers)[6:] > 400).all()  # 4000 among 6 values
-
-
-def test_models_of_a_seed_start_alike_in_every_mode():
-    models = [Model(mode, 8, 2, 16, "reference", seed) for mode in SCHEMES for seed in (5, 6)]
-    for model in models[2::2]:
-        assert torch.equal(model.layers[1].in_proj.weight, models[0].layers[1].in_proj.weight)
-        assert torch.equal(model.embedding, models[0].embedding)
-    assert not torch.equal(models[0].embedding, models[1].embedding)
-    batch = Task("recall", 16, 4, rows=3, vocabulary=16, device="cpu").draw(generator())
-    logits = models[0](batch.tokens, batch.positions)
-    assert logits.shape == (12, 16)
-    later = batch.tokens.clone()
-    later[:, 15] = 0
-    causal = batch.positions % 16 < 15
-    assert torch.equal(models[0](later, batch.positions)[causal], logits[causal])
 
 
 def test_a_run_learns():

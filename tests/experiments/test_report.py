@@ -140,19 +140,6 @@ def test_picture_has_the_figures_of_its_file(results):
         assert f"calls back to back{regime}, at the power limit ([JSON](results/{report.SPEED_FILE}))" in said
 
 
-def test_overhead_has_dashes_where_nothing_is_measured(results):
-    rows = [
-        {"head_dim": 64, "peer": peer, "host_us": 800.0, "host_us_range": [700.0, 900.0]}
-        for peer in ("decayattn auto", "decayattn auto, packed")
-    ]
-    for name, us in (("one_thread_us", 400.0), ("graph_us", 26.4)):
-        rows[0] |= {name: us, f"{name}_range": [us - 10, us + 10]}
-    put(results, "benchmark_overhead.json", rows=rows)
-    _, _, dense, packed, *_ = report.overhead(results)
-    assert dense == "| decayattn | 800 (700 to 900) | 400 (390 to 410) | 26 |"
-    assert packed == "| decayattn, two packed sequences | 800 (700 to 900) | – | – |"
-
-
 def test_front_page_quotes_ranges_of_its_tables():
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     cells = {row[0]: row[1:] for line in page.splitlines() if line.startswith("| ")
@@ -172,22 +159,6 @@ def test_front_page_quotes_ranges_of_its_tables():
     assert all(round(x) == 4 for x in ratios("attention that skips")[2])
     bits = [f"{float(cells[name][1].strip('*')):.2f}" for name in ('`decay="scalar"`, a forget gate', '`"alibi"`')]
     assert f"at {bits[0]} bits per byte. With fixed ALiBi it is {bits[1]}" in reasons
-
-
-def test_missing_runs_are_named(results):
-    about = {"head_dim": 64, "length": 8192, "compiled": False}
-    rows = [
-        about | {"variant": name, "tokens_per_second": speed, "attention_share": share}
-        for name, speed, share in (("ours", 300e3, 0.25), ("cudnn-rotary", 200e3, 0.5), ("identity", 400e3, 0.0))
-    ]
-    missing = [{"variant": "fla", "setting": "D64", "kind": "absent"},
-               {"variant": "fox", "setting": "D64 B4 T8192 eager", "kind": "failed"}]
-    variants = {"ours": "decayattn, decay", "identity": "no attention (its output is v)", "fla": "fla, decay"}
-    put(results, "benchmark_training.json", rows=rows, missing=missing, variants=variants)
-    said = report.training_speed(results)
-    assert "| decayattn, decay | 300, 1.50 (25%) |" in said
-    assert "| no attention (its output is v) | 400, 2.00 |" in said
-    assert said[-1].endswith("Absent: fla. No speed: fox, D64 B4 T8192 eager: failed.")
 
 
 def test_context_has_dashes_where_no_speed_is(results):
