@@ -81,7 +81,8 @@ MULTIPROCESSORS = 132
 SKIP_TOLERANCE = 2.0**-24  # decay_attention's
 PATHS = {
     "TMA": "tiles by TMA", "both sides": "the same, not causal", "window": "the same with a window",
-    "row scales": "the same with a scale per row", "pointers": "tiles through pointers",
+    "row scales": "the same with a scale per row", "deterministic": "the same with sums of integers",
+    "pointers": "tiles through pointers",
     "narrow": "through pointers, D = 24 for 64, 88 for 128, D_v a third of it, gaps between the numbers of k",
     "small": "so few that the gradients of keys and queries share a launch", "packed": "sequences, with a window",
     "bias": "through pointers, with a bias and its gradient", "decode": "one query row over a key cache",
@@ -107,6 +108,10 @@ HOPPER_MORE_SPILLS = {
     "row scales": {
         ("forward_kernel", 64): 164, ("forward_kernel", 256): 124, ("gradients_kernel", 64): 192,
         ("gradients_kernel", 128): 108, ("gradients_kernel", 192): 112,
+    },
+    "deterministic": {
+        ("gradients_kernel", 64): 8, ("gradients_kernel", 128): 28, ("gradients_kernel", 192): 92,
+        ("gradients_kernel", 256): 32,
     },
     "packed": {("forward_kernel", 256): 8},
 }
@@ -261,7 +266,7 @@ def compiled_kernels(
     backend: str, dim: int, decay: str, dtype: torch.dtype, path: str, target: Target = TARGETS["sm_90"]
 ) -> list:
     """The kernels of a forward and a backward (or of a decoding step, or a halo), compiled and not launched."""
-    by_tma = path in ("TMA", "both sides", "window", "row scales")
+    by_tma = path in ("TMA", "both sides", "window", "row scales", "deterministic")
     # of a long sequence the decay prefix takes two launches, of a short one only one of them
     length = 4096 if by_tma else 256 if path == "small" else 1024
     shape = (1 if path in ("packed", "small") else 2, length, 4, dim)
@@ -293,7 +298,9 @@ def compiled_kernels(
             for with_lse in (True, False):
                 out, _, saved = module.forward(problem, inputs, with_lse)
             requested = GradientRequest(decay != "none", bias is not None, sink_gradient=False)
+            torch.use_deterministic_algorithms(path == "deterministic")
             module.backward(problem, inputs, out, saved, d_out, None, requested)
+            torch.use_deterministic_algorithms(False)
     return kernels
 
 
