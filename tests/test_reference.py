@@ -374,7 +374,7 @@ def test_packed_sequences_compute_their_own_scores(scores_at_once):
 
 @pytest.mark.parametrize(("decay", "causal", "check"), [
     *itertools.product(["none", "constant", "scalar", "resets"], [True, False], [gradcheck]),
-    ("constant", False, gradgradcheck), ("scalar", True, gradgradcheck),
+    pytest.param("constant", False, gradgradcheck, marks=pytest.mark.slow), ("scalar", True, gradgradcheck),
 ])
 def test_gradcheck_with_everything(decay, causal, check, scores_at_once):
     """A window, a sink and a bias in padded sequences; a window and a sink in packed ones. A block for every row."""

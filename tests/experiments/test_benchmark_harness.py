@@ -244,6 +244,7 @@ def test_benchmarks_check_kernels_without_a_gpu(module, tmp_path, monkeypatch, c
         assert len(read["stream"]["after"]) == 200 // 16
 
 
+@pytest.mark.slow
 def test_attention_script_interprets_kernels_by_itself(interpreter):
     """Run as a user runs it, on a machine with a hidden GPU; it sets TRITON_INTERPRET itself."""
     environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}

@@ -279,6 +279,7 @@ def test_summary_names_errors_near_their_budget():
     assert "  reference (3)  dq 0.97  out 0.79" in lines
 
 
+@pytest.mark.slow
 def test_calls_run_in_processes(interpreter, capsys):
     arguments = ["--calls", "3", "--longest", "16", "--processes", "1", "--backends", "reference", "--seed", "4"]
     assert fuzz_kernels.main(arguments) == 0

@@ -17,9 +17,9 @@ def pool():
 
 @pytest.mark.xdist_group("distributed")
 def test_ranks_within_the_budget(pool):
-    found = pool.run("fuzzed_slices.fuzzed", [*SHORT, "--calls", "10"])
+    found = pool.run("fuzzed_slices.fuzzed", [*SHORT, "--calls", "6"])
     assert [status for status, _ in found] == [0, 0], found[0][1]
-    assert "10 calls in" in found[0][1]
+    assert "6 calls in" in found[0][1]
 
 
 @pytest.mark.slow
@@ -33,8 +33,11 @@ def test_kernels_within_the_budget(pool, interpreter):
 
 @pytest.mark.xdist_group("distributed")
 @pytest.mark.parametrize(
-    ("wrong", "said"), [("without_a_key", "reference out"), ("one_gradient", "reference dq"),
-                        ("raises", "raised rank 1 RuntimeError fuzzed_slices.py")]
+    ("wrong", "said"), [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("without_a_key", "reference out"), ("one_gradient", "reference dq"))),
+        ("raises", "raised rank 1 RuntimeError fuzzed_slices.py"),
+    ]
 )
 def test_faults_fail_with_the_command_that_repeats_them(pool, wrong, said):
     found = pool.run("fuzzed_slices.fuzzed", [*SHORT, "--calls", "15"], getattr(fuzzed_slices, wrong))
@@ -69,6 +72,7 @@ def test_drawn_slices_fit_the_function():
     assert any(division.reach is not None for division in divisions)
 
 
+@pytest.mark.slow
 def test_the_command_starts_its_ranks(capfd):
     assert fuzz_context.main([*SHORT, "--ranks", "2", "--only", "3"]) == 0
     printed = capfd.readouterr().out

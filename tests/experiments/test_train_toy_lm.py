@@ -100,8 +100,8 @@ def test_run_learns_and_leaves_its_results(text, capsys):
     "options",
     [
         ["--decay", "alibi-learned", "--documents", "packed"], ["--documents", "resets"],
-        ["--decay", "none", "--precision", "bf16-mixed"],
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (["--decay", "constant"], ["--precision", "bf16-true"])),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (
+            ["--decay", "none", "--precision", "bf16-mixed"], ["--decay", "constant"], ["--precision", "bf16-true"])),
     ],
 )
 def test_options_train_and_pass_the_gradient_check(options, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,9 @@ def patch_the_language_once() -> None:
         scope = patch(fn)
         for name in OPERATORS:
             scope.set_attr(tl.tensor, name, operate_at_once(name, getattr(tl.tensor, name)))
+        scope.set_attr(tl.tensor, "to", cast_at_once(tl.tensor.to))
+        scope.set_attr(tl.tensor, "__getitem__", expand_at_once(tl.tensor.__getitem__))
+        scope.set_attr(tl, "load", load_at_once(tl.load))
         return scope
 
     interpreter._patch_lang = patch_once
@@ -80,6 +84,69 @@ def operate_at_once(name: str, operator: Callable) -> Callable:
         return tl.tensor(interpreter.TensorHandle(op(*operands), dtype), type_of_result)
 
     return at_once
+
+
+def cast_at_once(cast: Callable) -> Callable:
+    """tensor.to: one cast of NumPy, if neither side is a type that NumPy lacks."""
+
+    def at_once(self: tl.tensor, dtype: Any, *options: Any, **more: Any) -> tl.tensor:
+        new = dtype.value if isinstance(dtype, tl.constexpr) else dtype
+        if options or more or not (is_of_numpy(self.dtype) and is_of_numpy(new)):
+            return cast(self, dtype, *options, **more)
+        if new.name == self.dtype.name:
+            return self
+        type_ = self.type.with_element_ty(new) if self.type.is_block() else new
+        return tl.tensor(interpreter.TensorHandle(self.handle.data.astype(interpreter._get_np_dtype(new)), new), type_)
+
+    return at_once
+
+
+def expand_at_once(get: Callable) -> Callable:
+    """tensor[:, None] and the like: a view by NumPy."""
+    known: dict[tuple, tl.dtype] = {}
+
+    def at_once(self: tl.tensor, slices: Any) -> tl.tensor:
+        index = tuple(slices) if isinstance(slices, (tuple, tl.tuple)) else (slices,)
+        if not self.type.is_block() or any(x is not None and x != slice(None) for x in index):
+            return get(self, slices)
+        key = self.type.name, tuple(x is None for x in index)
+        if key not in known:
+            known[key] = get(self, slices).type
+        return tl.tensor(interpreter.TensorHandle(self.handle.data[index], self.handle.dtype), known[key])
+
+    return at_once
+
+
+def load_at_once(load: Callable) -> Callable:
+    """tl.load: one call of the interpreter's, if NumPy has the type and masked lanes get a number."""
+    builder = interpreter.interpreter_builder
+    # between the pointers and is_volatile are one or two hints for caches, by version
+    hints_of_none = (None,) * (len(inspect.signature(builder.create_load).parameters) - 2)
+
+    def at_once(pointer: Any, mask: Any = None, other: Any = None, **hints: Any) -> tl.tensor:
+        is_plain = isinstance(pointer, tl.tensor) and pointer.dtype.is_ptr() and is_of_numpy(pointer.dtype.element_ty)
+        shape = pointer.handle.data.shape if is_plain else ()
+        has_mask = isinstance(mask, tl.tensor)
+        if not is_plain or not (mask is None or has_mask) or isinstance(other, tl.tensor) or (
+            has_mask and np.broadcast_shapes(shape, mask.handle.data.shape) != shape
+        ):
+            return load(pointer, mask, other, **hints)
+        type_ = pointer.dtype.element_ty
+        if mask is None:
+            found = builder.create_load(pointer.handle, *hints_of_none, False)
+        else:
+            seen = interpreter.TensorHandle(np.broadcast_to(mask.handle.data, shape), tl.int1)
+            value = other.value if isinstance(other, tl.constexpr) else other
+            if value is not None:
+                value = interpreter.TensorHandle(np.full(shape, value, interpreter._get_np_dtype(type_)), type_)
+            found = builder.create_masked_load(pointer.handle, seen, value, *hints_of_none, False)
+        return tl.tensor(found, pointer.type.with_element_ty(type_) if pointer.type.is_block() else type_)
+
+    return at_once
+
+
+def is_of_numpy(dtype: tl.dtype) -> bool:
+    return dtype.name in ("fp16", "fp32", "fp64", "int32", "int64")
 
 
 def leave_out_assertions_that_are_off() -> None:
