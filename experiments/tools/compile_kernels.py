@@ -299,8 +299,10 @@ def compiled_kernels(
                 out, _, saved = module.forward(problem, inputs, with_lse)
             requested = GradientRequest(decay != "none", bias is not None, sink_gradient=False)
             torch.use_deterministic_algorithms(path == "deterministic")
-            module.backward(problem, inputs, out, saved, d_out, None, requested)
-            torch.use_deterministic_algorithms(False)
+            try:
+                module.backward(problem, inputs, out, saved, d_out, None, requested)
+            finally:
+                torch.use_deterministic_algorithms(False)
     return kernels
 
 

@@ -12,7 +12,6 @@ from decayattn.problem import AttentionProblem, Inputs
 __all__ = ["append", "backward", "decode", "forward", "is_profitable", "unavailable", "unsupported"]
 
 
-
 def unavailable(dtype: torch.dtype, device: torch.device) -> str | None:
     """Reason why these kernels cannot run for this dtype on this device, or None."""
     if device.type == "cuda":
