@@ -15,7 +15,7 @@ last batch entry; of sequences over 8,192 tokens the last 2²⁶ / T query rows.
 Ours: every backend with every decay, called "ours" (the backend "auto") or by the backend's name. They skip nothing. A
 kernel of ours outside the error budget gets no speed, and the exit status is 1. --deterministic adds the same under
 torch.use_deterministic_algorithms, and --before the same of another version of the package; its errors are reported
-only. Without a GPU there are no speeds: our kernels run in Triton's interpreter on small shapes, for their errors alone.
+only. Without a GPU there are no speeds: our kernels run in Triton's interpreter on small shapes, for errors alone.
 """
 
 import argparse
