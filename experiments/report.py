@@ -28,7 +28,7 @@ from benchmarks.training import BASELINE, IDENTITY, setting_of
 from language_models.schemes import SCHEMES
 from matplotlib.figure import Figure
 from shared.provenance import ROOT, trees_of
-from studies.length_extrapolation import cells_of_table, kilo, runs_of
+from studies.length_extrapolation import DEPTHS, cells_of_table, kilo, runs_of
 from studies.recall import in_order, selected
 
 # the pages, and the folder of results as each links to it
@@ -433,7 +433,7 @@ def overhead(results: Results, report: Report) -> list[str]:
 # ------------------------------------------------------------------------------------------------- training and studies
 
 TRAINING_FILE, RECALL_FILE = "benchmark_training.json", "recall.json"
-EXTRAPOLATION_FILE = "length_extrapolation.json"
+EXTRAPOLATION_FILE, EVIDENCE_FILE, FOX_FILE = "length_extrapolation.json", "evidence_124m.json", "benchmark_fox.json"
 
 
 @block("train_cpu.json", "train_h200/summary.json")
@@ -449,20 +449,44 @@ def training(results: Results, on_cpu: Report, on_gpu: Report) -> list[str]:
 
 @block(EXTRAPOLATION_FILE)
 def extrapolation(results: Results, report: Report) -> list[str]:
-    """Loss over position: the figure, the table, and their source."""
+    return loss_over_position(results, report, EXTRAPOLATION_FILE)
+
+
+def loss_over_position(results: Results, report: Report, name: str) -> list[str]:
+    """The figure, the table, and their source."""
     settings, corpus, runs = report["settings"], report["corpus"], runs_of(report)
     context, trained = settings["context"], settings["steps"] * settings["batch_size"] * settings["context"]
     crops = sorted({row["length"]: row["crops"] for run in runs for row in run["reading"]}.items())
     texts = " and ".join(f"{number} texts of {kilo(length)}" for length, number in crops)
     head, *rows = cells_of_table(report)
     title = f"Bits per byte over the position for every scheme, trained at {kilo(context)} bytes"
+    seeds = len({run["seed"] for run in runs})
     return [
-        f"!{results.link('length_extrapolation.png', title)}", "", *table(head, rows), "",
-        f"Mean of {len({run['seed'] for run in runs})} seeds (and their range). {parameters_of(report)} "
+        f"!{results.link(str(Path(name).with_suffix('.png')), title)}", "", *table(head, rows), "",
+        f"{f'Mean of {seeds} seeds (and their range)' if seeds > 1 else 'One seed'}. {parameters_of(report)} "
         f"parameters, {trained / 1e6:.0f} MB of Python source at {kilo(context)} bytes; {texts} bytes read, of "
         f"{corpus['held out']['packages']} packages that are not among the {corpus['training']['packages']} of the "
-        f"training; {where(report, 3)} ({results.link(EXTRAPOLATION_FILE)}).",
+        f"training; {where(report, 3)} ({results.link(name)}).",
     ]
+
+
+@block(EVIDENCE_FILE)
+def evidence(results: Results, report: Report) -> list[str]:
+    """Loss over position of the larger model; then the needles, a row per length and scheme, a column per depth."""
+    found: dict[Any, list[Any]] = {}
+    for run in report["rows"]:
+        for row in run["needles"]:
+            for place in zip(DEPTHS, row["found"], row["bits"], strict=True):
+                found.setdefault((row["length"], run["scheme"], place[0]), []).append(place[1:])
+    rows = {key[:2]: f"{kilo(key[0])}, {SCHEMES[key[1]].label}" for key in sorted(found)}
+
+    def cell(row: tuple, depth: float) -> str:
+        share, bits = map(statistics.fmean, zip(*found[(*row, depth)], strict=True))
+        return f"{share:.0%} ({bits:.2f})"
+
+    corner = "digits found (bits of a digit; 4 by chance)"
+    return [*loss_over_position(results, report, EVIDENCE_FILE), "",
+            *pivot(corner, rows, {depth: f"depth {depth:g}" for depth in DEPTHS}, cell)]
 
 
 def parameters_of(report: Report) -> str:
@@ -515,6 +539,27 @@ def training_speed(results: Results, report: Report) -> list[str]:
              if joined]
     corner = "thousand tokens per second, × cuDNN with rotary (share of attention)"
     return [*pivot(corner, rows, columns, cell), "", " ".join(said)]
+
+
+@block(FOX_FILE)
+def fox(results: Results, report: Report) -> list[str]:
+    """Speed and memory of the official 760M model, a row per setting, a column per variant."""
+    found = index(report["rows"], "part", "batch", "length", "variant")
+    labels = {"recomputed": "training, activations recomputed", "eager": "training", "compiled": "training, compiled",
+              "generation": "generation (ms of the prompt)"}
+
+    def cell(case: tuple, name: str) -> str:
+        row, theirs = found.get((*case, name)), found.get((*case, "theirs"))
+        if row is None:
+            return "–"
+        prompt = f" ({three_figures(row['prefill_ms'])} ms)" if "prefill_ms" in row else ""
+        ratio = f", {row['tokens_per_second'] / theirs['tokens_per_second']:.2f}×" if theirs and row != theirs else ""
+        return f"{three_figures(row['tokens_per_second'])}{prompt}{ratio}, {row['peak_bytes'] / 1e9:.0f} GB"
+
+    cases = {key[:3]: f"{labels[key[0]]}, B{key[1]} T{key[2]}" for key in found}
+    failed = ["{variant}: {kind}".format(**e) for e in report["missing"] if "variant" in e]
+    return [*pivot("tokens per second, × theirs, memory", cases, {key[3]: key[3] for key in found}, cell), "",
+            f"{where(report, 3)} ({results.link(FOX_FILE)})." + f" No speed: {'; '.join(failed)}." * bool(failed)]
 
 
 # ------------------------------------------------------------------------------------------------------- several GPUs

@@ -129,20 +129,20 @@ def flex(case: Case, device: torch.device) -> Attend:
 
 def fla(case: Case, device: torch.device) -> Attend:
     """flash-linear-attention's forgetting attention (github.com/fla-org/flash-linear-attention)."""
-    kernel = _imported("fla.ops.forgetting_attn.parallel").parallel_forgetting_attn
+    kernel = imported("fla.ops.forgetting_attn.parallel").parallel_forgetting_attn
     return lambda q, k, v, log_decay: kernel(q, k, v, log_decay)
 
 
 def fox(case: Case, device: torch.device, **options: object) -> Attend:
     """The Forgetting Transformer's own kernel (github.com/zhixuan-lin/forgetting-transformer); it prunes with
     adaptive_threshold="auto", at its own tolerance of e⁻¹⁰."""
-    kernel = _imported("forgetting_transformer.ops.forgetting_attention").forgetting_attention
+    kernel = imported("forgetting_transformer.ops.forgetting_attention").forgetting_attention
     return lambda q, k, v, log_decay: kernel(q, k, v, log_decay, head_first=True, **options)
 
 
 def flash_attn(case: Case, device: torch.device) -> Attend:
     """FlashAttention-4, the kernels in CuTe (github.com/Dao-AILab/flash-attention, flash_attn.cute)."""
-    kernel = _imported("flash_attn.cute").flash_attn_func
+    kernel = imported("flash_attn.cute").flash_attn_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: None) -> Tensor:
         out = kernel(q, k, v, causal=case.causal)
@@ -151,7 +151,7 @@ def flash_attn(case: Case, device: torch.device) -> Attend:
     return attend
 
 
-def _imported(module: str) -> ModuleType:
+def imported(module: str) -> ModuleType:
     """A peer's module, or Absent with the reason."""
     try:
         return importlib.import_module(module)

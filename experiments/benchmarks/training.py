@@ -165,15 +165,19 @@ class Decoder(nn.Module):
         return self.loss(x, tokens[:, 1:])
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        logits = F.linear(self.norm(x), self.embedding.weight)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return mean_loss(F.linear(self.norm(x), self.embedding.weight), targets)
 
     def compile_parts(self) -> None:
         """torch.compile the block, once for all layers, and what follows the last one."""
         for block in self.blocks:
             block.compile(dynamic=False)
         self.loss = torch.compile(self.loss, dynamic=False)
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in float32, or in float64."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def ours(setting: Setting, backend: str, kind: str, skip_tolerance: str | None = "auto") -> nn.Module:

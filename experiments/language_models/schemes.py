@@ -1,6 +1,7 @@
 """Position schemes of a model: decays, rotary embeddings, both, neither."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from decayattn import DecayFlashAttention
 from decayattn.nn import Rotary
@@ -8,11 +9,15 @@ from decayattn.nn import Rotary
 
 @dataclass(frozen=True)
 class Scheme:
-    """A decay of the scores, by DecayFlashAttention's name, with or without rotary embeddings."""
+    """A decay of the scores, by DecayFlashAttention's name, with or without rotary embeddings.
+
+    options: further ones of DecayFlashAttention.
+    """
 
     label: str
     decay: str = "none"
     rotary: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 SCHEMES = {
@@ -23,12 +28,15 @@ SCHEMES = {
     "rotary": Scheme("rotary", rotary=True),
     "rotary-scalar": Scheme("rotary and scalar decay", "scalar", rotary=True),
     "none": Scheme("no position"),
+    "pro": Scheme("Pro block of FoX", "scalar", options={
+        "qk_norm": "per_head", "kv_shift": True, "output_norm": True, "output_gate": True}),
 }
 
 
 def attention_layer(scheme: str, width: int, heads: int, backend: str = "auto") -> DecayFlashAttention:
-    """A causal layer with that scheme of SCHEMES. Schemes differ in no random number that they draw: after the same
-    seed their projections start the same."""
+    """A causal layer with that scheme of SCHEMES. After the same seed the projections of all schemes start the same,
+    except those of "pro", which has more rows."""
     chosen = SCHEMES[scheme]
     position = Rotary() if chosen.rotary else None
-    return DecayFlashAttention(width, heads, decay=chosen.decay, position=position, backend=backend)
+    return DecayFlashAttention(width, heads, decay=chosen.decay, position=position, backend=backend,
+                               **chosen.options)

@@ -10,6 +10,10 @@ installed. The cells of a seed have the same bytes at every step and the same in
 one scheme has. bits: mean bits per byte of stretches of positions (edges: of each length) with the whole crop before
 them. columns: of the stretches of the table, also with at most the trained length before each byte (in_windows, half a
 window apart). Each cell (a scheme and a seed) is added to the output at once.
+
+needles: lines with a random key and a value of random hexadecimal digits, at five depths of every text. The last lines
+repeat them in a random order. bits: of a digit of a repeated value, 4 without retrieval. found: share of the digits
+with a probability over one half.
 """
 
 import functools
@@ -17,8 +21,9 @@ import itertools
 import math
 import statistics
 import sys
+import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +58,7 @@ OPTIONS = {
     "steps": (1200, 60, "steps of a training"),
     "learning_rate": (2e-3, 3e-3, "its peak, the same in every scheme"),
     "precision": ("bfloat16", "float32", "of products", ("bfloat16", "float32")),
+    "compile": (False, False, "train with compiled blocks"),
     "lengths": ([16_384, 65_536], [128, 512], "of the texts that are read, multiples of the context"),
     "crops": ([128, 32], [32, 8], "texts of each length, at most"),
     "without_decay_up_to": (16_384, 128, "the longest text for schemes without decay"),
@@ -66,7 +72,7 @@ LABELS = {name: scheme.label for name, scheme in SCHEMES.items()} | {
 }
 # sizes of the model, its training and its reading; results with other ones are not put together
 SETTINGS = ("layers", "width", "heads", "context", "batch_size", "steps", "learning_rate", "lengths", "crops",
-            "without_decay_up_to", "precision", "corpus_bytes")
+            "without_decay_up_to", "precision", "corpus_bytes", "compile")
 FIXED = {"weight_decay": 0.1, "clip": 1.0, "held_out": 0.15, "crops_per_file": 4}
 
 
@@ -139,7 +145,11 @@ def train(cell: tuple[str, int], settings: Namespace, folder: Path, device: str)
         fused=text.is_cuda,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
-    losses = torch.zeros(settings.steps, device=device)
+    if settings.compile:
+        torch.compiler.reset()  # of the last cell's blocks: as many kinds of one class are too many
+        for block in model.blocks:
+            block.compile(dynamic=False)
+    losses, began = torch.zeros(settings.steps, device=device), time.monotonic()
     for step in range(settings.steps):
         with autocast(settings, text.device):
             loss = next_byte_loss(model, batches.batch(step))
@@ -151,13 +161,19 @@ def train(cell: tuple[str, int], settings: Namespace, folder: Path, device: str)
         losses[step] = loss.detach()
     if not losses.isfinite().all():
         raise FloatingPointError(f"the loss of step {int(losses.isfinite().cumprod(0).sum())} is not finite")
-    bits = [float(part.mean()) / math.log(2) for part in losses.chunk(100)]
-    return {"training": {"bits": bits}, "parameters": sum(p.numel() for p in model.parameters()),
-            "reading": list(read(model, SCHEMES[scheme].decay != "none", settings, corpus, text))}
+    bits, seconds = [float(part.mean()) / math.log(2) for part in losses.chunk(100)], time.monotonic() - began
+    eager = build_model(settings, scheme, seed).to(device)  # reads other lengths than the compiled one
+    eager.load_state_dict(model.state_dict())
+    decays = SCHEMES[scheme].decay != "none"
+    lengths = [length for length in settings.lengths if decays or length <= settings.without_decay_up_to]
+    return {"training": {"bits": bits, "seconds": round(seconds, 1)},
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "reading": list(read(eager, lengths, settings, corpus, text)),
+            "needles": list(retrieve(eager, [settings.context, *lengths], settings, corpus, text))}
 
 
 def build_model(settings: Namespace, scheme: str, seed: int) -> ByteLM:
-    """The model with its initial weights: those of a seed are the same in every scheme, and on every device."""
+    """The model with the initial weights of a seed: the same on every device, and in all schemes but "pro"."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         sizes = settings.width, settings.heads
@@ -173,31 +189,70 @@ _TOKENS = {"cuda": 2**18, "cpu": 2**13}
 
 
 @torch.no_grad()
-def read(model: ByteLM, decays: bool, settings: Namespace, corpus: Corpus, text: Tensor) -> Iterator[dict[str, Any]]:
-    """Mean bits per byte over crops of held-out files, for every length that the scheme takes: with the whole crop
-    before each byte, and in windows of the trained length, each half a window after the one before, where the second
-    halves count. Both are of the same bytes, so their difference is the gain of the longer context.
+def read(
+    model: ByteLM, lengths: Sequence[int], settings: Namespace, corpus: Corpus, text: Tensor
+) -> Iterator[dict[str, Any]]:
+    """Mean bits per byte over crops of held-out files, for every length: with the whole crop before each byte, and in
+    windows of the trained length, each half a window after the one before, where the second halves count. Both are of
+    the same bytes, so their difference is the gain of the longer context.
 
     bits: of every stretch of `bins`. columns: of every stretch of the table.
     """
     model.eval()
     context = settings.context
-    for length, count in zip(settings.lengths, settings.crops, strict=True):
-        if length > settings.without_decay_up_to and not decays:
-            continue
-        starts = held_out_starts(corpus, length + 1, count, settings.crops_per_file)
-        tokens = crops(text, starts, length + 1)
+    for length in lengths:
+        tokens = held_out(corpus, text, length, settings)
         of_crops = {"bits": losses(model, tokens, settings).double(),
                     "in_windows": losses_in_windows(model, tokens, settings).double()}
         mean, shorter = of_crops["bits"].mean(0), max((n for n in settings.lengths if n < length), default=0)
         yield {
-            "length": length, "crops": len(starts),
+            "length": length, "crops": len(tokens),
             "bits": [round(float(mean[a:b].mean()), 5) for a, b in itertools.pairwise(bins(context, length))],
             "columns": [
                 {"begin": a, "end": b} | {key: float(x[:, a:b].mean(1).mean()) for key, x in of_crops.items()}
                 for a, b in columns(context, length) if b > shorter
             ],
         }
+
+
+def held_out(corpus: Corpus, text: Tensor, length: int, settings: Namespace) -> Tensor:
+    """Crops of length + 1 bytes; of a length that is not in the settings as many as of the first one."""
+    count = dict(zip(settings.lengths, settings.crops, strict=True)).get(length, settings.crops[0])
+    return crops(text, held_out_starts(corpus, length + 1, count, settings.crops_per_file), length + 1)
+
+
+# of the text before the repeated lines
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+# a needle: a key of 8 letters, and a value of 8 digits behind 13 bytes
+_LINE, _VALUE = 23, slice(13, 21)
+
+
+@torch.no_grad()
+def retrieve(
+    model: ByteLM, lengths: Sequence[int], settings: Namespace, corpus: Corpus, text: Tensor
+) -> Iterator[dict[str, Any]]:
+    """By depth, the mean bits of the digits of repeated values and the share that is found; for lengths with room."""
+    for length in lengths:
+        if length > 2 * len(DEPTHS) * _LINE:
+            tokens, places = with_needles(held_out(corpus, text, length, settings))
+            bits = losses(model, tokens, settings).gather(1, places.flatten(1) - 1).view(places.shape)
+            yield {"length": length, "texts": len(tokens), "bits": bits.mean((0, 2)).tolist(),
+                   "found": (bits < 1).float().mean((0, 2)).tolist()}
+
+
+def with_needles(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Texts (B, T) with needles in place of bytes; the places (B, depths, digits) of the values at the end."""
+    random, size = np.random.default_rng(tokens.shape[1]), (len(tokens), len(DEPTHS), 8)
+    lines = np.tile(np.frombuffer(b'\nkkkkkkkk = "vvvvvvvv"\n', np.uint8), (*size[:2], 1))
+    lines[..., 1:9] = random.integers(*b"a{", size)
+    lines[..., _VALUE] = np.frombuffer(b"0123456789abcdef", np.uint8)[random.integers(16, size=size)]
+    repeats = tokens.shape[1] - len(DEPTHS) * _LINE
+    order = random.permuted(np.tile(np.arange(len(DEPTHS)), (len(tokens), 1)), axis=1)
+    begins = np.stack([[[int(depth * (repeats - _LINE)) for depth in DEPTHS]] * len(tokens), repeats + _LINE * order])
+    places = torch.from_numpy(begins[..., None] + np.arange(_LINE)).to(tokens.device)
+    written = torch.from_numpy(lines).to(tokens.device).flatten(1)
+    tokens = tokens.scatter(1, places[0].flatten(1), written).scatter(1, places[1].flatten(1), written)
+    return tokens, places[1, ..., _VALUE]
 
 
 def losses(model: ByteLM, tokens: Tensor, settings: Namespace) -> Tensor:
@@ -263,7 +318,7 @@ def cells_of_table(report: dict[str, Any]) -> list[list[str]]:
 COLOURS = {
     "scalar": "#d55e00", "rotary-scalar": "#cc79a7", "alibi-learned": "#0072b2", "alibi": "#56b4e9",
     "retnet": "#009e73", "rotary": "#000000", "none": "#999999", "per-channel": "#e69f00",
-    "per-channel-scalar": "#b8860b",
+    "per-channel-scalar": "#b8860b", "pro": "#999933",
 }
 BROKEN = ("rotary", "none", "per-channel")
 

@@ -65,7 +65,7 @@ def shape(text: str) -> Shape:
     return Shape(length, pairs, sequences)
 
 
-DEFAULT_MODES = [mode for mode in SCHEMES if mode != "alibi"]
+DEFAULT_MODES = [mode for mode in SCHEMES if mode not in ("alibi", "pro")]
 OPTIONS = {
     "tasks": (list(TASKS), list(TASKS), "what to learn", TASKS),
     "modes": (DEFAULT_MODES, DEFAULT_MODES, "how the model knows order", SCHEMES),

@@ -13,7 +13,7 @@ from argparse import Namespace
 import pytest
 import torch
 from benchmark_runs import hide_gpu, run
-from benchmarks import attention, context, harness, overhead, peers, sequences, skipping, training
+from benchmarks import attention, context, fox, harness, overhead, peers, sequences, skipping, training
 from benchmarks.harness import Case
 from repository_files import EXPERIMENTS, ROOT
 
@@ -212,6 +212,7 @@ TINY = {
     sequences: "--generate-stream 200",
     skipping: "--studies pruning --pruning 600 --heads 1",
     training: "--layers 1 --width 16 --head-dims 8 --lengths 20 --tokens 40 --backend triton",
+    fox: "",
 }
 SAYS = {
     overhead: ["decayattn reference", "one_thread_us", "fox: absent: cannot be imported"],
@@ -221,6 +222,7 @@ SAYS = {
         *(f"  {name}: relative errors loss" for name in ("ours", "ours-whole", "ours-rotary", "cudnn", "cudnn-rotary")),
         *(f"{name}: absent: needs a GPU" for name in ("flex", "fla", "fox", "fox-pruned")),
     ],
+    fox: ["theirs: absent: needs a GPU", "ours: within the error budget", "ours, captured: within the error budget"],
 }
 
 

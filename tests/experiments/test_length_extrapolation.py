@@ -14,10 +14,11 @@ from benchmarks import harness
 from language_models import corpus as corpora
 from language_models.schemes import SCHEMES
 from studies import length_extrapolation as study
+from toy_lm.model import Block
 
 SETTINGS = Namespace(
     layers=1, width=16, heads=2, context=16, batch_size=4, steps=20, learning_rate=3e-3, lengths=[64, 256],
-    crops=[6, 3], without_decay_up_to=64, precision="float32", corpus_bytes=None, **study.FIXED,
+    crops=[6, 3], without_decay_up_to=64, precision="float32", corpus_bytes=None, compile=False, **study.FIXED,
 )
 TINY = [
     "--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch-size", "4", "--steps", "20",
@@ -82,6 +83,12 @@ def test_a_call_measures_every_scheme(measured):
             assert all(0 < bits < 9 for bits in row["bits"])
             columns = {(column["begin"], column["end"]) for column in row["columns"]}
             assert columns == ({(0, 16), (16, 64)} if length == 64 else {(64, 256)})
+        # shorter texts have no room for needles; a digit that is one of 16 has 4 bits
+        assert [row["length"] for row in run["needles"]] == ([] if scheme.decay == "none" else [256])
+        for row in run["needles"]:
+            assert row["texts"] == 3
+            assert all(len(row[key]) == len(study.DEPTHS) for key in ("bits", "found"))
+            assert all(1 < bits < 20 for bits in row["bits"])
     assert measured.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -100,6 +107,18 @@ def test_cells_of_a_seed_share_bytes_and_weights(corpus_folder):
         settings = Namespace(**vars(SETTINGS) | {"steps": 10, "learning_rate": 1e-12})
         asked.append(study.train((scheme, 0), settings, corpus_folder, "cpu")["training"]["bits"])
     assert asked[0] == asked[1]
+
+
+def test_blocks_are_compiled_for_training_alone(corpus_folder, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(Block, "compile", lambda block, **options: compiled.append((block, options)))
+    rows = []
+    for compile in (False, True):
+        settings = Namespace(**vars(SETTINGS) | {"steps": 3, "lengths": [64], "crops": [2], "compile": compile})
+        rows.append(study.train(("pro", 0), settings, corpus_folder, "cpu"))
+        assert rows[-1]["training"].pop("seconds") >= 0
+    assert rows[0] == rows[1]
+    assert [options for _, options in compiled] == [{"dynamic": False}]
 
 
 def test_a_diverged_model_fails_and_is_not_kept(data, tmp_path, capsys):
@@ -140,6 +159,38 @@ def test_losses_are_of_the_positions_that_they_say():
     assert in_windows.shape == (3, 256)
     assert in_windows[:, :4].min() > 7.9
     assert in_windows[:, 4:].max() < 1e-3
+
+
+class Copy(torch.nn.Module):
+    """Expects, with certainty, the byte after the last place that had the 4 bytes before this one too."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros(*tokens.shape, 256)
+        for text, row in zip(tokens.tolist(), logits, strict=True):
+            after: dict[tuple, int] = {}
+            for at in range(4, len(text)):
+                before = tuple(text[at - 3 : at + 1])
+                if before in after:
+                    row[at, after[before]] = 100.0
+                after[tuple(text[at - 4 : at])] = text[at]
+        return logits
+
+
+def test_needles_are_found_by_a_copy_and_else_by_chance(corpus_folder):
+    """A model that copies finds all digits but the first ones, behind bytes that all lines share."""
+    corpus = corpora.load(corpus_folder)
+    for model, found in ((Copy(), 7 / 8), (LastByteBefore(10**6), 0.0)):
+        [row] = study.retrieve(model, [64, 256], SETTINGS, corpus, corpus.text)
+        assert (row["length"], len(row["bits"])) == (256, len(study.DEPTHS))
+        assert sum(row["found"]) / len(study.DEPTHS) == pytest.approx(found, abs=0.3)
+    tokens, places = study.with_needles(corpus.text[:2000].view(2, 1000))
+    for text, repeated in zip(tokens, places, strict=True):
+        lines = [bytes(line) for line in bytes(text.tolist()).split(b"\n") if b' = "' in line and len(line) == 21]
+        assert len(lines) == 10
+        assert sorted(lines[:5]) == sorted(lines[5:])
+        assert len({line[:8] for line in lines}) == 5
+        values = [bytes(text[at].tolist()) for at in repeated]
+        assert values == [line[12:20] for line in lines[:5]]
 
 
 def test_stretches_cover_every_position():

@@ -170,3 +170,40 @@ def test_context_has_dashes_where_no_speed_is(results):
     text = report.context(results)
     assert "| mean λ −0.1, halo | 1.80 / – (5 / 5) |" in text
     assert "of 1 checked cases over its budget: 0.50" in text[-1]
+
+
+def test_evidence_has_losses_and_needles(results):
+    needles = [{"length": length, "texts": 3, "found": [0.1, 0.2, 0.3, 0.4, 1.0], "bits": [4.0, 3.0, 2.0, 1.0, 0.5]}
+               for length in (4096, 16384)]
+    columns = [{"begin": 0, "end": 4096, "bits": 1.0, "in_windows": 1.0},
+               {"begin": 4096, "end": 16384, "bits": 0.9, "in_windows": 0.95}]
+    reading = [{"length": 16384, "crops": 3, "bits": [1.0], "columns": columns}]
+    runs = [{"scheme": name, "seed": 0, "parameters": 85_000_000, "reading": reading, "needles": needles}
+            for name in ("scalar", "pro")]
+    sides = {"held out": {"packages": 2}, "training": {"packages": 5}}
+    settings = {"context": 4096, "lengths": [16384], "steps": 10, "batch_size": 2}
+    put(results, report.EVIDENCE_FILE, rows=runs, corpus=sides, settings=settings)
+    lines = report.evidence(results)
+    assert lines[0].endswith("](results/evidence_124m.png)")
+    assert "| Pro block of FoX | 1.000 | 0.900 | 0.950 |" in lines
+    assert "| 16k, Pro block of FoX | 10% (4.00) | 20% (3.00) | 30% (2.00) | 40% (1.00) | 100% (0.50) |" in lines
+    assert any(line.startswith("One seed. 85.0 M parameters") for line in lines)
+
+
+def test_official_model_is_compared_by_setting(results):
+    def row(part, batch, variant, speed, **more):
+        return {"part": part, "batch": batch, "length": 4096, "variant": variant, "tokens_per_second": speed,
+                "peak_bytes": 20e9, **more}
+
+    rows = [row("recomputed", 4, "theirs", 40_000.0), row("recomputed", 4, "ours", 50_000.0),
+            row("compiled", 4, "ours", 45_000.0), row("generation", 8, "theirs", 20.0, prefill_ms=100.0),
+            row("generation", 8, "ours, captured", 90.0, prefill_ms=60.0)]
+    put(results, report.FOX_FILE, rows=rows, missing=[{"variant": "theirs", "kind": "failed", "reason": "memory"}])
+    lines = report.fox(results)
+    assert lines[0] == "| tokens per second, × theirs, memory | theirs | ours | ours, captured |"
+    assert lines[2:5] == [
+        "| training, activations recomputed, B4 T4096 | 40,000, 20 GB | 50,000, 1.25×, 20 GB | – |",
+        "| training, compiled, B4 T4096 | – | 45,000, 20 GB | – |",
+        "| generation (ms of the prompt), B8 T4096 | 20 (100 ms), 20 GB | – | 90 (60 ms), 4.50×, 20 GB |",
+    ]
+    assert lines[-1].endswith("No speed: theirs: failed.")
