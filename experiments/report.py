@@ -10,6 +10,7 @@ picture holds the digest of its figures, by which --check finds an old one.
 
 import argparse
 import difflib
+import functools
 import hashlib
 import json
 import re
@@ -447,13 +448,9 @@ def training(results: Results, on_cpu: Report, on_gpu: Report) -> list[str]:
     return said
 
 
-@block(EXTRAPOLATION_FILE)
-def extrapolation(results: Results, report: Report) -> list[str]:
-    return loss_over_position(results, report, EXTRAPOLATION_FILE)
-
-
-def loss_over_position(results: Results, report: Report, name: str) -> list[str]:
-    """The figure, the table, and their source."""
+def loss_over_position(results: Results, name: str) -> list[str]:
+    """The figure, the table, and their source; then the needles, a row per length and scheme, a column per depth."""
+    report = results.load(name)
     settings, corpus, runs = report["settings"], report["corpus"], runs_of(report)
     context, trained = settings["context"], settings["steps"] * settings["batch_size"] * settings["context"]
     crops = sorted({row["length"]: row["crops"] for run in runs for row in run["reading"]}.items())
@@ -461,32 +458,31 @@ def loss_over_position(results: Results, report: Report, name: str) -> list[str]
     head, *rows = cells_of_table(report)
     title = f"Bits per byte over the position for every scheme, trained at {kilo(context)} bytes"
     seeds = len({run["seed"] for run in runs})
-    return [
+    lines = [
         f"!{results.link(str(Path(name).with_suffix('.png')), title)}", "", *table(head, rows), "",
         f"{f'Mean of {seeds} seeds (and their range)' if seeds > 1 else 'One seed'}. {parameters_of(report)} "
         f"parameters, {trained / 1e6:.0f} MB of Python source at {kilo(context)} bytes; {texts} bytes read, of "
         f"{corpus['held out']['packages']} packages that are not among the {corpus['training']['packages']} of the "
         f"training; {where(report, 3)} ({results.link(name)}).",
     ]
-
-
-@block(EVIDENCE_FILE)
-def evidence(results: Results, report: Report) -> list[str]:
-    """Loss over position of the larger model; then the needles, a row per length and scheme, a column per depth."""
     found: dict[Any, list[Any]] = {}
-    for run in report["rows"]:
-        for row in run["needles"]:
-            for place in zip(DEPTHS, row["found"], row["bits"], strict=True):
-                found.setdefault((row["length"], run["scheme"], place[0]), []).append(place[1:])
-    rows = {key[:2]: f"{kilo(key[0])}, {SCHEMES[key[1]].label}" for key in sorted(found)}
+    for run in runs:
+        for row in run.get("needles", ()):
+            found.setdefault((row["length"], run["scheme"]), []).append([row["found"], row["bits"]])
 
-    def cell(row: tuple, depth: float) -> str:
-        share, bits = map(statistics.fmean, zip(*found[(*row, depth)], strict=True))
+    def cell(case: tuple, at: int) -> str:
+        share, bits = (statistics.fmean(figures[at] for figures in of_seeds)
+                       for of_seeds in zip(*found[case], strict=True))
         return f"{share:.0%} ({bits:.2f})"
 
+    cases = {case: f"{kilo(case[0])}, {SCHEMES[case[1]].label}" for case in sorted(found)}
+    depths = {at: f"depth {depth:g}" for at, depth in enumerate(DEPTHS)}
     corner = "digits found (bits of a digit; 4 by chance)"
-    return [*loss_over_position(results, report, EVIDENCE_FILE), "",
-            *pivot(corner, rows, {depth: f"depth {depth:g}" for depth in DEPTHS}, cell)]
+    return [*lines, *(["", *pivot(corner, cases, depths, cell)] if found else [])]
+
+
+BLOCKS["extrapolation"] = functools.partial(loss_over_position, name=EXTRAPOLATION_FILE)
+BLOCKS["evidence"] = functools.partial(loss_over_position, name=EVIDENCE_FILE)
 
 
 def parameters_of(report: Report) -> str:

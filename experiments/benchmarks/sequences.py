@@ -315,10 +315,8 @@ def build_model(
     """
     with torch.random.fork_rng(devices=[]):  # built on the CPU: the same weights on every device
         torch.manual_seed(seed)
-        model = ByteLM(layers=layers, width=width, heads=heads, decay="scalar")
-        for block in model.blocks:
-            decay = ScalarDecay(width, heads, initial_half_lives=tuple(half_lives))
-            block.attention = DecayFlashAttention(width, heads, decay=decay, qk_norm=True)
+        model = ByteLM(layers, width, heads, make_attention=lambda: DecayFlashAttention(
+            width, heads, decay=ScalarDecay(width, heads, initial_half_lives=tuple(half_lives)), qk_norm=True))
     return model.to(device, dtype).requires_grad_(False)
 
 

@@ -1,7 +1,6 @@
 """Texts in packages: every installed Python source, or the user's own; no package is on both sides of the split."""
 
 import hashlib
-import json
 import site
 import sysconfig
 from collections.abc import Mapping
@@ -18,8 +17,7 @@ TRAINING, HELD_OUT = "training", "held out"
 # folders of copies of other packages, which may be on the other side
 VENDORED = {"_vendor", "vendor", "vendored", "_vendored", "extern", "externals", "third_party", "__pycache__"}
 _INSTALLED = {"site-packages", "dist-packages"}
-# a text and its index, in one folder
-_TEXT, _INDEX = "corpus.bin", "corpus.json"
+_FILE = "corpus.pt"
 # names of packages, with their files
 Packages = Mapping[str, list[Path]]
 
@@ -84,7 +82,7 @@ def _packages(root: Path, pattern: str) -> dict[str, list[Path]]:
 
 
 def build(packages: Packages, folder: Path, *, held_out: float = 0.15, most_bytes: int | None = None) -> Corpus:
-    """Read the files and write them, with an index, to a folder that `load` reads.
+    """Read the files and write them to a folder that `load` reads.
 
     Left out are empty files, and files that are copies of an earlier one. Packages are held out in the order of their
     names' SHA-256, each that fits in the rest of the share `held_out` of all bytes; the largest ones, which do not,
@@ -108,16 +106,13 @@ def build(packages: Packages, folder: Path, *, held_out: float = 0.15, most_byte
         if most_bytes is not None and len(texts) > 1 and sum(map(_size, texts.values())) >= most_bytes:
             break
     sides = _sides({name: _size(texts[name]) for name in in_order if name in texts}, held_out)
-    folder.mkdir(parents=True, exist_ok=True)
-    rows, counts, begin, digest = {TRAINING: [], HELD_OUT: []}, [], 0, hashlib.sha256()
-    with (folder / _TEXT).open("wb") as file:
-        for name, side in sorted(sides.items()):
-            for content in texts[name]:
-                file.write(content)
-                rows[side].append((begin, len(content)))
-                begin += len(content)
-                digest.update(repr((side, name, hashlib.sha256(content).hexdigest())).encode())
-            counts.append({"name": name, "side": side, "bytes": _size(texts[name]), "files": len(texts[name])})
+    rows, counts, text, digest = {TRAINING: [], HELD_OUT: []}, [], bytearray(), hashlib.sha256()
+    for name, side in sorted(sides.items()):
+        for content in texts[name]:
+            rows[side].append((len(text), len(content)))
+            text += content
+            digest.update(repr((side, name, hashlib.sha256(content).hexdigest())).encode())
+        counts.append({"name": name, "side": side, "bytes": _size(texts[name]), "files": len(texts[name])})
     description = {"sha256": digest.hexdigest()}
     for side in (TRAINING, HELD_OUT):
         own = [package for package in counts if package["side"] == side]
@@ -125,8 +120,11 @@ def build(packages: Packages, folder: Path, *, held_out: float = 0.15, most_byte
             raise ValueError(f"data: there is nothing {side}; expected at least two packages of similar size")
         totals = {key: sum(package[key] for package in own) for key in ("bytes", "files")}
         description[side] = {"packages": len(own), **totals}
-    (folder / _INDEX).write_text(json.dumps({"files": rows, "description": description | {"packages": counts}}))
-    return load(folder)
+    files = (Files(*np.array(rows[side], dtype=np.int64).T) for side in (TRAINING, HELD_OUT))
+    corpus = Corpus(torch.frombuffer(text, dtype=torch.uint8), *files, description | {"packages": counts})
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(corpus, folder / _FILE)
+    return corpus
 
 
 def _size(contents: list[bytes]) -> int:
@@ -147,11 +145,7 @@ def _sides(sizes: dict[str, int], held_out: float) -> dict[str, str]:
 
 def load(folder: Path) -> Corpus:
     """A corpus that `build` wrote; its text stays on the disk until it is read."""
-    index = json.loads((folder / _INDEX).read_text())
-    text = torch.from_numpy(np.memmap(folder / _TEXT, dtype=np.uint8, mode="c"))
-    sides = (np.array(index["files"][side], dtype=np.int64).reshape(-1, 2).T for side in (TRAINING, HELD_OUT))
-    training, held_out = (Files(*side) for side in sides)
-    return Corpus(text, training, held_out, index["description"])
+    return torch.load(folder / _FILE, weights_only=False, mmap=True)
 
 
 class TrainingCrops:

@@ -113,14 +113,10 @@ def measure(run: Run) -> None:
 
 
 def bins(context: int, length: int) -> list[int]:
-    """Edges of stretches of positions, which have a mean loss each: finer where the loss changes faster."""
-    edges, position = [0], 0
-    for end, width in ((1, 1 / 64), (16, 1 / 8), (float("inf"), 1)):
-        step = max(1, int(width * context))
-        while position < min(end * context, length):
-            position = min(position + step, length)
-            edges.append(position)
-    return edges
+    """Edges of stretches of positions, which have a mean loss each: 6 to an octave, from a 64th of the context on."""
+    octaves = math.log2(length / context)
+    edges = {round(context * 2 ** (n / 6)) for n in range(-36, math.ceil(6 * octaves))}
+    return sorted({0, length, *(edge for edge in edges if edge < length)})
 
 
 def columns(context: int, longest: int) -> list[tuple[int, int]]:
@@ -345,12 +341,12 @@ def draw(report: dict[str, Any]) -> Figure:
 def _panel(axes: Any, report: dict[str, Any], length: int) -> None:
     context = report["settings"]["context"]
     read = [(run["scheme"], row) for run in runs_of(report) for row in run["reading"] if row["length"] == length]
-    within, lowest = [], np.inf
+    edges, within, lowest = np.array(report["edges"][str(length)]), [], np.inf
+    positions = np.sqrt(np.maximum(edges[:-1], edges[1] / 4) * edges[1:])
     for name, label in LABELS.items():
-        curves = [row["bits"] for of, row in read if of == name]
-        if not curves:
+        of_seeds = np.array([row["bits"] for of, row in read if of == name], dtype=float)
+        if not len(of_seeds):
             continue
-        positions, of_seeds = coarser(np.array(report["edges"][str(length)]), np.array(curves, dtype=float))
         mean = of_seeds.mean(0)
         style = "--" if name in BROKEN else "-"
         axes.plot(positions, mean, style, color=COLOURS[name], label=label, linewidth=1.6)
@@ -371,19 +367,6 @@ def _panel(axes: Any, report: dict[str, Any], length: int) -> None:
     axes.set(xlabel="position (bytes before)", ylabel="bits per byte", title=f"{crops} texts of {kilo(length)} bytes")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def coarser(edges: np.ndarray, curves: np.ndarray, per_octave: int = 6) -> tuple[np.ndarray, np.ndarray]:
-    """Means over stretches that grow with the position: (their middles, (seeds, stretches))."""
-    widths = np.diff(edges)
-    # the first stretch begins at 0, and is alone
-    groups = [-1, *np.floor(per_octave * np.log2(edges[1:-1] / edges[1]))]
-    positions, means = [], []
-    for group in np.unique(groups):
-        own = groups == group
-        positions.append(np.sqrt(max(edges[:-1][own][0], edges[1] / 4) * edges[1:][own][-1]))
-        means.append(curves[:, own] @ (widths[own] / widths[own].sum()))
-    return np.array(positions), np.array(means).T
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ def test_evidence_has_losses_and_needles(results):
     sides = {"held out": {"packages": 2}, "training": {"packages": 5}}
     settings = {"context": 4096, "lengths": [16384], "steps": 10, "batch_size": 2}
     put(results, report.EVIDENCE_FILE, rows=runs, corpus=sides, settings=settings)
-    lines = report.evidence(results)
+    lines = report.BLOCKS["evidence"](results)
     assert lines[0].endswith("](results/evidence_124m.png)")
     assert "| Pro block of FoX | 1.000 | 0.900 | 0.950 |" in lines
     assert "| 16k, Pro block of FoX | 10% (4.00) | 20% (3.00) | 30% (2.00) | 40% (1.00) | 100% (0.50) |" in lines
