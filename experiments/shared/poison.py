@@ -26,9 +26,14 @@ def poisoned_allocations() -> Iterator[None]:
 
         return wrapper
 
+    def poison(storage: torch.UntypedStorage, size: object = None, **options) -> None:
+        if isinstance(size, int) and storage.device.type != "meta":
+            storage.fill_(255)  # NaN in all formats
+
     with (
         mock.patch.object(torch, "empty", poisoned(torch.empty)),
         mock.patch.object(torch, "empty_like", poisoned(torch.empty_like)),
         mock.patch.object(Tensor, "new_empty", poisoned(Tensor.new_empty)),
+        mock.patch.object(torch.UntypedStorage, "__init__", poison),
     ):
         yield

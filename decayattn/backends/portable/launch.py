@@ -97,17 +97,17 @@ def backward(
     with launching.on_device(problem.device):
         dq = contiguous_like(q) if dq is None else dq
         dk, dv = contiguous_like(k), contiguous_like(v)
-        row_scale_grad = torch.empty_like(row_lse2) if problem.row_scale else None
+        row_scale_grad = contiguous_like(row_lse2) if problem.row_scale else None
         q, k, v, d_out = _in_lines(q), _in_lines(k), _in_lines(v), _in_lines(d_out)
-        delta = torch.empty_like(row_lse2)
-        decay_sums = torch.empty_like(row_lse2) if decay_gradient else None
+        delta = contiguous_like(row_lse2)
+        decay_sums = contiguous_like(row_lse2) if decay_gradient else None
         column_sums = None
         if decay_gradient and problem.decay == "scalar":
             column_sums = torch.empty_like(prefix.beta, dtype=delta.dtype)
         # in 16 bits, the gradient of a constant decay reads the exact sums of dS
         score_sums = sink_probability = None
         if decay_gradient and problem.decay == "constant" and q.dtype.itemsize == 2:
-            score_sums = torch.empty_like(row_lse2)
+            score_sums = contiguous_like(row_lse2)
             sink_probability = None if sink is None else saved.sink_probability
         given = (q, k, v, log_decay, row_scale, bounds, bias, d_out, d_lse, out, dq, sink_probability)
         deterministic = torch.are_deterministic_algorithms_enabled()

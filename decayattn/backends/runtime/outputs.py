@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from decayattn.backends.runtime.strided import contiguous_like, uninitialised
 from decayattn.problem import AttentionProblem, Precomputed
 
 
@@ -22,9 +23,9 @@ class Outputs(NamedTuple):
 def allocate(problem: AttentionProblem, q: Tensor, with_lse: bool, precomputed: Precomputed | None = None) -> Outputs:
     """Allocate the outputs, uninitialised; out is the given one, if there is one."""
     rows = problem.batch, problem.num_heads, problem.query_length
-    row_lse2 = q.new_empty(rows, dtype=problem.accumulator_dtype)
+    row_lse2 = uninitialised(q, *rows, dtype=problem.accumulator_dtype)
     if precomputed is None:
-        out = q.new_empty(problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
+        out = uninitialised(q, problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
     else:
         out = precomputed.out
-    return Outputs(out, row_lse2, torch.empty_like(row_lse2) if with_lse else None)
+    return Outputs(out, row_lse2, contiguous_like(row_lse2) if with_lse else None)

@@ -1,5 +1,6 @@
 """Launches of the backward: buffers, descriptors, grids."""
 
+import functools
 import math
 
 import torch
@@ -30,7 +31,7 @@ from decayattn.backends.planning import skipping
 from decayattn.backends.runtime import launching, tma
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
-from decayattn.backends.runtime.strided import contiguous_like, strided
+from decayattn.backends.runtime.strided import contiguous_like, strided, uninitialised
 from decayattn.backends.tiles import bf16_splits
 from decayattn.problem import AttentionProblem, GradientRequest, Gradients, Inputs, Saved
 
@@ -52,7 +53,7 @@ def backward(
     with launching.on_device(problem.device):
         dq = contiguous_like(q) if dq is None else dq
         dk, dv = map(contiguous_like, (k, v))
-        row_scale_grad = None if row_scale is None else torch.empty_like(row_lse2)
+        row_scale_grad = None if row_scale is None else contiguous_like(row_lse2)
         d_row_scale = None if row_scale_grad is None else row_scale_grad.transpose(1, 2)
         if tma.unsupported(d_out) or (bounds is not None and descriptors.slices_unsupported(d_out)):
             # autograd may pass any strides (such as an expanded sum's) and any address (such as a slice's of a
@@ -80,7 +81,7 @@ def backward(
         row_blocks = tiles.row_tiles * tile.rows // _ROW_TERMS_BLOCK
         scalar = problem.decay == "scalar"
         constant = problem.decay == "constant"
-        new = row_lse2.new_empty
+        new = functools.partial(uninitialised, row_lse2)
         rates = log_decay.contiguous() if constant else None
         blocks = sequence_blocks.decay_blocks(problem)
         sides = side_count(problem.decay, problem.causal)
@@ -94,7 +95,7 @@ def backward(
         score_scale = 1.0 if row_scale is not None else scale / math.log(2)
         columns = FRAGMENT_COLUMNS.value
         dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * dim // columns, columns)
-        row_sums = torch.empty_like(row_lse2) if decay_gradient and scalar else None
+        row_sums = contiguous_like(row_lse2) if decay_gradient and scalar else None
         kv_heads = entries * problem.num_kv_heads
         group = problem.num_heads // problem.num_kv_heads
         units, added = None, torch.float32
@@ -124,7 +125,7 @@ def backward(
         planned = skipping.is_planned(problem)
         mirror = skipping.last_granules(problem, first_block, sequences, launch) if planned else first_block
         source = source_of(problem)
-        column_sums = torch.empty_like(prefix.beta) if decay_gradient and scalar else None
+        column_sums = contiguous_like(prefix.beta) if decay_gradient and scalar else None
         rate_sums = None
         if decay_gradient and constant:
             rate_sums = new(problem.batch, problem.num_heads, blocks, 2)
