@@ -38,8 +38,8 @@ def _walk(
     STORE(n, dk, dv, work, shared, dk_desc, scale, WARPGROUP): store gradients after a work tile's last head.
 
     keys: (key, α of it, first and end of the rows that see it), one per key of the warpgroup
-    dq_target: (memory of dq or its descriptor, first part of the head, row sums, first row of the head, inverted units
-        of the rows of both or None)
+    dq_target: (memory of dq or its descriptor, first part of the head, row sums, first row of the head, units of the
+        rows or None)
     previous: the previous visit as tile · SIDES + side; −1 if there is none in this head
     """
     COMMON_KEYS: gl.constexpr = shared.COMMON_KEYS

@@ -113,15 +113,14 @@ def start_dq_part(
 
 @gluon.jit
 def _as_multiples(x, inverted_unit):
-    """Round x to int32 multiples of a unit; a NaN is 0 here, and its row's unit is NaN."""
-    return gl.inline_asm_elementwise(
-        "cvt.rni.s32.f32 $0, $1;", "=r,f", [x * inverted_unit], gl.int32, is_pure=True, pack=1
-    )
+    """Round x to int32 multiples of a unit, the bits of a float32; a NaN is 0 here, and its row's unit is NaN."""
+    x *= inverted_unit.to(gl.float32, bitcast=True)
+    return gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _load_units(units, first_row, row, work):
-    return gl.load(units + (first_row + row), mask=(row >= 0) & (row < work.bounds.query_length), other=0.0)
+    return gl.load(units + (first_row + row), mask=(row >= 0) & (row < work.bounds.query_length), other=0)
 
 
 @gluon.jit
@@ -132,7 +131,7 @@ def units_of_dq(dq_target, visit, work, HALF: gl.constexpr = 0):
     if units is not None:
         row = visit // work.schedule.SIDES * work.schedule.ROWS + HALF * PART
         row += gl.arange(0, PART, gl.SliceLayout(1, DQ))
-        loaded += (gl.expand_dims(_load_units(units[0], first_row, row, work), 1),)
+        loaded += (gl.expand_dims(_load_units(units, first_row, row, work) & -65536, 1),)
     return loaded
 
 
@@ -192,5 +191,6 @@ def add_row_sums(row_sum, dq_target, visit, work, WARPGROUP: gl.constexpr, D: gl
         row += WARPGROUP * PART
     inside = (row < work.bounds.query_length) & (copy < 2)
     if units is not None:
-        row_sum = _as_multiples(row_sum, _load_units(units[1], first_row, row, work))
+        # of the same words as dq's, which the L1 cache has
+        row_sum = _as_multiples(row_sum, _load_units(units, first_row, row, work) << 16)
     gl.atomic_add(row_sums + (first_row + row), row_sum, mask=inside, sem="relaxed")

@@ -157,7 +157,7 @@ def gradients_kernel(
     Launched by programmatic dependent launch.
 
     dq_fragments: a descriptor of parts; the tensor itself if threads add to it
-    units: under deterministic algorithms those of row_terms_kernel, else None
+    units: under deterministic algorithms those of rows (row_terms_kernel), else None
     scale: s; or, with a scale per row, a descriptor of the rows' factors (row_terms.py)
     scheduler: key_table, the tiles of keys, read only if RAGGED; and counters, 0 (zero_dq.py)
     left, right: upper bounds on the keys that a row sees before and after its own; read only if WINDOW, right not if

@@ -106,8 +106,8 @@ def backward(
                 problem.key_length, tiles.key_tiles, problem.num_kv_heads, KEYS=tile.keys, D=dim,
                 HEAD_DIM=problem.head_dim, VALUE_DIM=problem.value_dim, num_warps=4, **COMPILER_OPTIONS,
             )
-            units, added = (*new(2, *row_lse2.shape).unbind(), largest), torch.int32
-        added_dq = dq_fragments.view(added)
+            units, added = new(*row_lse2.shape, dtype=torch.int32), torch.int32
+        added_dq, added_sums = dq_fragments.view(added), None if row_sums is None else row_sums.view(added)
         # bytes of a head of keys: q and dO of its group, and dq in float32
         rows_size = problem.longest_query * group * dim * (2 * problem.dtype.itemsize + 4)
         together = heads_together(kv_heads, rows_size, minimum=cdiv(config.MIN_CHUNK_TILES, tiles.key_tiles))
@@ -116,7 +116,8 @@ def backward(
         launch(
             row_terms_kernel, row_blocks * head_rows,
             strided(out), strided(d_out), strided(d_lse), row_lse2, terms, row_factors,
-            (row_sums, dq_fragments, counters, units), tiles.rows, decay_of_rows if sides == 2 else None,
+            (row_sums, dq_fragments, counters, (units, largest) if deterministic else None), tiles.rows,
+            decay_of_rows if sides == 2 else None,
             -1.0 / score_scale, problem.query_length, tiles.row_tiles, problem.num_heads, head_rows - together * group,
             counters.numel(),
             TRAITS=traits, num_warps=4, **COMPILER_OPTIONS,
@@ -133,7 +134,7 @@ def backward(
                 rate_sums.zero_()  # there may be more blocks than tiles
         decay_tensors = BackwardDecay(
             rates, prefix.beta, prefix.base, prefix.last_reset, prefix.next_reset, mirror,
-            BackwardSums(row_sums if row_sums is None else row_sums.view(added), column_sums, rate_sums),
+            BackwardSums(added_sums, column_sums, rate_sums),
         )
         modes = BackwardModes(
             group, problem.decay, decay_gradient, ragged=bounds is not None, window=problem.window != (-1, -1),
@@ -161,15 +162,14 @@ def backward(
         dq_parts = tiles.row_tiles * (tile.rows // PART.value) * (dim // PART.value)
         launch(
             unpack_dq_kernel, dq_parts * head_rows // (1 if row_scale is None else dim // PART.value),
-            added_dq, dq, tiles.rows, dq.stride(), scale, of_scales, units, problem.query_length, tiles.row_tiles,
+            added_dq, dq, tiles.rows, dq.stride(), scale, of_scales,
+            units, added_sums if deterministic else None, problem.query_length, tiles.row_tiles,
             problem.num_heads, D=dim, HEAD_DIM=problem.head_dim, ROWS=tile.rows,
             num_warps=4 if row_scale is None else 8, launch_pdl=True, **COMPILER_OPTIONS,
         )
 
         d_log_decay = None
         if decay_gradient and scalar:
-            if units is not None:
-                row_sums = row_sums.view(added) / units[1]
             d_log_decay = decay_prefix.gradient(problem, prefix, row_sums, column_sums, log_decay, sequences, launch)
         elif decay_gradient:
             d_log_decay = rate_sums.sum((0, 2, 3), dtype=torch.float64).to(log_decay.dtype)

@@ -155,11 +155,10 @@ def largest_kernel(
 
 @triton.jit
 def _inverted_unit(bound):
-    """Return the largest power of two, up to 2¹²⁶, for which bound · it < 2²⁹; NaN if there is none."""
+    """Return the bits of the largest power of two, up to 2¹²⁶, for which bound · it < 2²⁹; those of NaN without one."""
     # from exponents as float32 holds them
-    exponent = bound.to(tl.int32, bitcast=True) >> 23
-    inverted = (tl.minimum(2 * 127 + 28 - exponent, 127 + 126) << 23).to(tl.float32, bitcast=True)
-    return tl.where(exponent < 255, inverted, float("nan"))
+    exponent = (bound.to(tl.int32, bitcast=True) >> 23) & 255
+    return tl.where(exponent < 255, tl.minimum(2 * 127 + 28 - exponent, 127 + 126) << 23, 0x7FC00000)
 
 
 @triton.jit(do_not_specialize=["row_tiles", "first_zeroed", "counters_end"])
@@ -177,8 +176,8 @@ def row_terms_kernel(
 
     added: (row sums, dq fragments, counters, units). The next kernel adds to the first three, and this one zeroes them
     first. Of dq, these are the head rows from first_zeroed on. There are no more counters than programs here. units:
-    (of dq, of row sums, largest), or None. Units (B, H, T_q) are written inverted, and NaN for rows that are not
-    finite; largest is that of largest_kernel.
+    (units, largest of largest_kernel), or None. Written units are int32 words (B, H, T_q) of two bfloat16: the inverted
+    unit of dq, high, and that of row sums; NaN for rows that are not finite.
     row_factors: the scales of rows and their factors, (head rows, row tiles, SIDES, 2, ROWS), or None; with them,
     score_factor is −1.
     out, d_out, d_lse and the scales are Strided; d_lse is None if lse has no gradient.
@@ -218,12 +217,12 @@ def row_terms_kernel(
         delta -= tl.load(d_lse.data + offset, mask=inside, other=0.0)
     lse2 = tl.load(row_lse2 + here, mask=inside, other=float("inf"))
     if units is not None:
-        of_dq, of_sums, largest = units
+        words, largest = units
         largest += (entry * heads + head) // TRAITS.group * 2
         bound = tl.sum(tl.abs(do), 1) * tl.load(largest + 1) + tl.abs(delta)
         bound = tl.where(lse2 == lse2, bound, lse2)
-        tl.store(of_sums + here, _inverted_unit(bound), mask=inside)
-        tl.store(of_dq + here, _inverted_unit(bound * tl.load(largest)), mask=inside)
+        of_dq = _inverted_unit(bound * tl.load(largest))
+        tl.store(words + here, of_dq | (_inverted_unit(bound) >> 16), mask=inside)
     seen = lse2 < float("inf")
     if SIDES == 2:
         alpha = _row_alpha(decay, table, tile, entry, head, heads, start, row, query_length, DECAY)
@@ -257,8 +256,8 @@ def row_terms_kernel(
 
 @triton.jit(do_not_specialize=["row_tiles"])
 def unpack_dq_kernel(
-    dq_fragments, dq, table, dq_strides, scale, of_scales, units, query_length, row_tiles, heads, D: tl.constexpr,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+    dq_fragments, dq, table, dq_strides, scale, of_scales, units, row_sums, query_length, row_tiles, heads,
+    D: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):
     """Write dq = s · fragments, one part of 64 rows × 64 columns per program.
 
@@ -266,7 +265,8 @@ def unpack_dq_kernel(
     Launched by programmatic dependent launch.
 
     of_scales: (q, the scales, both Strided, and their gradient, float32 (B, H, T_q)), or None
-    units: as in row_terms_kernel
+    units: written by row_terms_kernel, or None. Fragments and row sums are multiples of them.
+    row_sums: become float32 in place; None without units, or without row sums
     """
     wait_for_launch_before(heads)
     WIDTH: tl.constexpr = 1 if of_scales is None else D // PART  # parts of a program
@@ -286,7 +286,13 @@ def unpack_dq_kernel(
     inside = row < query_length
     if units is not None:
         here = start_of_head(entry * heads + head, axis, first_row) + row
-        unit = tl.div_rn(1.0, tl.load(units[0] + here, mask=inside, other=1.0))[:, None]
+        words = tl.load(units + here, mask=inside, other=0x3F803F80)
+        unit = tl.div_rn(1.0, (words & -65536).to(tl.float32, bitcast=True))[:, None]
+        if row_sums is not None:
+            own = row < tl.where(part % (D // PART) == 0, query_length, 0)  # in one program per row
+            row_sum = tl.load(row_sums + here, mask=own, other=0).to(tl.float32)
+            row_sum = tl.div_rn(row_sum, (words << 16).to(tl.float32, bitcast=True))
+            tl.store(row_sums + here, row_sum.to(tl.int32, bitcast=True), mask=own)
     if of_scales is not None:
         q, scales, d_scales = of_scales
         row_scale = tl.load(row_pointers(scales, entry, head, token), mask=inside, other=0.0)[:, None]
