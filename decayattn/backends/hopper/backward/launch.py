@@ -120,7 +120,7 @@ def backward(
             decay_of_rows if sides == 2 else None,
             -1.0 / score_scale, problem.query_length, tiles.row_tiles, problem.num_heads, head_rows - together * group,
             counters.numel(),
-            TRAITS=traits, num_warps=4, **COMPILER_OPTIONS,
+            TRAITS=traits, num_warps=4, launch_pdl=deterministic, **COMPILER_OPTIONS,
         )
 
         planned = skipping.is_planned(problem)

@@ -132,6 +132,7 @@ def largest_kernel(
 
     largest is 0 before. k and v are Strided; table: that of key tiles, or None.
     """
+    let_next_start(heads)
     tile_row, head, tile = _of_program(heads, key_tiles)
     entry, start, first_token = tile_row // heads, tile * KEYS, 0
     if table is not None:
@@ -177,7 +178,8 @@ def row_terms_kernel(
     added: (row sums, dq fragments, counters, units). The next kernel adds to the first three, and this one zeroes them
     first. Of dq, these are the head rows from first_zeroed on. There are no more counters than programs here. units:
     (units, largest of largest_kernel), or None. Written units are int32 words (B, H, T_q) of two bfloat16: the inverted
-    unit of dq, high, and that of row sums; NaN for rows that are not finite.
+    unit of dq, high, and that of row sums; NaN for rows that are not finite. With units, this kernel is launched by
+    programmatic dependent launch after largest_kernel.
     row_factors: the scales of rows and their factors, (head rows, row tiles, SIDES, 2, ROWS), or None; with them,
     score_factor is −1.
     out, d_out, d_lse and the scales are Strided; d_lse is None if lse has no gradient.
@@ -218,6 +220,7 @@ def row_terms_kernel(
     lse2 = tl.load(row_lse2 + here, mask=inside, other=float("inf"))
     if units is not None:
         words, largest = units
+        wait_for_launch_before(heads)
         largest += (entry * heads + head) // TRAITS.group * 2
         bound = tl.sum(tl.abs(do), 1) * tl.load(largest + 1) + tl.abs(delta)
         bound = tl.where(lse2 == lse2, bound, lse2)
