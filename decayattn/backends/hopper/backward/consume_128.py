@@ -132,6 +132,8 @@ def next_tile_128(
     dq, row_sum = warpgroup_mma_wait(1 + KEY_SUMS, (dq, row_sum))  # dk and its sums are still running
     if shared.SLOTS == 2 and not LOADED:
         arrive(shared.barriers.d_scores_read)
+    if D == 64:  # D = 128 would spill 20 bytes more
+        row_sum = in_units(row_sum, units, True)
     stage_dq_part(shared, in_units(dq, units), WARPGROUP)
     dk, of_keys = warpgroup_mma_wait(0, (dk, of_keys))
     fence_async_shared()  # not earlier: ptxas crashes while products are running

@@ -125,22 +125,23 @@ def _load_units(units, first_row, row, work):
 
 @gluon.jit
 def units_of_dq(dq_target, visit, work, HALF: gl.constexpr = 0):
-    """Return (inverted units of a visit's rows,); () if dq is added up as float32. HALF: of a query tile's rows."""
+    """Return (words of inverted units of a visit's rows,); () if sums are float32. HALF: of a query tile's rows."""
     _, _, _, first_row, units = dq_target
     loaded = ()
     if units is not None:
         row = visit // work.schedule.SIDES * work.schedule.ROWS + HALF * PART
         row += gl.arange(0, PART, gl.SliceLayout(1, DQ))
-        loaded += (gl.expand_dims(_load_units(units, first_row, row, work) & -65536, 1),)
+        loaded += (_load_units(units, first_row, row, work),)
     return loaded
 
 
 @gluon.jit
-def in_units(dq, loaded):
-    """Return dq as memory adds it up, with its units_of_dq."""
+def in_units(x, loaded, OF_SUMS: gl.constexpr = False):
+    """Return dq or row sums as memory adds them up, with their rows' units_of_dq."""
     if len(loaded) > 0:
-        dq = _as_multiples(dq, loaded[0])
-    return dq
+        inverted = gl.convert_layout(loaded[0], gl.SliceLayout(1, x.type.layout), assert_trivial=True)
+        x = _as_multiples(x, gl.expand_dims(inverted << 16 if OF_SUMS else inverted & -65536, 1))
+    return x
 
 
 @gluon.jit
@@ -176,7 +177,7 @@ def _axis(x, AXIS: gl.constexpr):
 
 @gluon.jit
 def add_row_sums(row_sum, dq_target, visit, work, WARPGROUP: gl.constexpr, D: gl.constexpr):
-    """Add the row sums of start_dq_part for a visit's tile to those in memory."""
+    """Add the row sums of start_dq_part for a visit's tile, or their in_units, to those in memory."""
     _, _, row_sums, first_row, units = dq_target
     # (warp, row / 8, row % 8, copy / 2, copy % 2): four threads have the same two rows, and the first two add one each
     row_sum, _ = gl.split(gl.reshape(row_sum, [4, 2, 8, COPIES // 2, 2]))
@@ -190,7 +191,7 @@ def add_row_sums(row_sum, dq_target, visit, work, WARPGROUP: gl.constexpr, D: gl
     if D == 64:
         row += WARPGROUP * PART
     inside = (row < work.bounds.query_length) & (copy < 2)
-    if units is not None:
+    if units is not None and row_sum.dtype == gl.float32:
         # of the same words as dq's, which the L1 cache has
         row_sum = _as_multiples(row_sum, _load_units(units, first_row, row, work) << 16)
     gl.atomic_add(row_sums + (first_row + row), row_sum, mask=inside, sem="relaxed")
