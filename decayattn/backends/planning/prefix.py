@@ -48,6 +48,8 @@ _MOST_TOKENS = 2048
 # one warp scans a block of tokens without synchronising with others; upper bound on the warps of a program (B16 H16
 # T2048 takes 8.4 µs with 8 warps, 7.9 with 2)
 _MOST_WARPS = 4
+# consecutive tokens of a lane, where a warp has a block
+_LANE_TOKENS: tl.constexpr = tl.constexpr(DECAY_BLOCK // 32)
 # λ of consecutive heads are adjacent in memory, and an L2 sector (32 bytes) holds this many in float32. The launch that
 # sums blocks reads them together and transposes them, so that the scan reads without gaps.
 _HEADS = 8
@@ -176,14 +178,32 @@ def _larger(a, b):
 
 
 @triton.jit
-def _smaller(a, b):
-    return tl.minimum(a, b)
+def _smaller_before(all_a, before_a, all_b, before_b):
+    """Minimum of a range, and that of the range without its last element; b comes after a in the scan's direction."""
+    return tl.minimum(all_a, all_b), tl.minimum(all_a, before_b)
 
 
 @triton.jit
 def _add_in_segment(sum_a, ended_a, sum_b, ended_b):
     """Running sum that restarts where a segment ends: b comes after a in the direction of the scan."""
     return tl.where(ended_b != 0, sum_b, sum_a + sum_b), ended_a | ended_b
+
+
+@triton.jit
+def _tokens_of_lanes(BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Tokens of blocks, as (lanes of all warps, tokens of a lane): in this shape they are loaded and stored.
+
+    A warp has whole blocks then, as scans need it. Of strided (BLOCKS, BLOCK), Triton would spread each block over all
+    warps.
+    """
+    lane = tl.arange(0, BLOCKS * BLOCK // _LANE_TOKENS)[:, None]
+    return lane * _LANE_TOKENS + tl.arange(0, _LANE_TOKENS)[None, :]
+
+
+@triton.jit
+def _by_lanes(x):
+    """Reshape (blocks, tokens) as _tokens_of_lanes."""
+    return x.reshape(x.numel // _LANE_TOKENS, _LANE_TOKENS)
 
 
 @triton.jit
@@ -229,19 +249,21 @@ def _block_totals(
 
 
 @triton.jit
-def _around_in_sequence(value, is_reset, tokens, length, BLOCKS: tl.constexpr):
+def _around_in_sequence(value, is_reset, has_resets, tokens, length, BLOCKS: tl.constexpr):
     """Surroundings of every block of a sequence, all in one program; each (BLOCKS, 1).
 
     Returns the sum of λ before the block, the last reset before it (0 without one) and the first one after it (T_k
     without one).
     """
     own, other = tl.arange(0, BLOCKS)[:, None], tl.arange(0, BLOCKS)[None, :]
-    totals = tl.sum(value, 1)[None, :]
-    lasts = tl.max(tl.where(is_reset, tokens, 0), 1)[None, :]
-    firsts = tl.min(tl.where(is_reset, tokens, length), 1)[None, :]
-    alpha = tl.sum(tl.where(other < own, totals, 0.0), 1)
-    before = tl.max(tl.where(other < own, lasts, 0), 1)
-    after = tl.min(tl.where(other > own, firsts, length), 1)
+    alpha = tl.sum(tl.where(other < own, tl.sum(value, 1)[None, :], 0.0), 1)
+    before = tl.zeros([BLOCKS], tl.int32)
+    after = before + length
+    if has_resets:
+        lasts = tl.max(tl.where(is_reset, tokens, 0), 1)[None, :]
+        firsts = tl.min(tl.where(is_reset, tokens, length), 1)[None, :]
+        before = tl.max(tl.where(other < own, lasts, 0), 1)
+        after = tl.min(tl.where(other > own, firsts, length), 1)
     return alpha[:, None], before[:, None], after[:, None]
 
 
@@ -283,44 +305,51 @@ def _scan_blocks(
     if sequences is not None:  # noqa: SIM102
         if start >= length:
             return
-    # (blocks, tokens of each); these loads are in flight while the block's surroundings are read
+    # these loads are in flight while the block's surroundings are read
+    lanes = _tokens_of_lanes(BLOCKS, BLOCK)
+    inside = start + lanes < length
+    value = _load_log_decay(log_decay, work, work.head, start + lanes).reshape(BLOCKS, BLOCK)
+    tokens = (start + lanes).reshape(BLOCKS, BLOCK)
     block = start // BLOCK + tl.arange(0, BLOCKS)[:, None]
-    tokens = block * BLOCK + tl.arange(0, BLOCK)[None, :]
-    there, inside = block * BLOCK < length, tokens < length
-    value = _load_log_decay(log_decay, work, work.head, tokens)
-    if sums is None:
-        value, is_reset = _without_resets(value)
-        alpha, before, after = _around_in_sequence(value, is_reset, tokens, length, BLOCKS)
-    else:
+    there = block * BLOCK < length
+    if sums is not None:
         alpha, before, after = _around_by_blocks(sums, block_row, start, length, BLOCK, CHUNK)
-        value, is_reset = _without_resets(value)
-    tl.store(prefix.base + block_row + block, alpha, mask=there)
-    here = token_row + tokens
+    value, is_reset = _without_resets(value)
+    # most sequences have no reset, which saves scans
+    has_resets = tl.max(tl.max(is_reset.to(tl.int32), 1), 0) != 0
+    if sums is None:
+        alpha, before, after = _around_in_sequence(value, is_reset, has_resets, tokens, length, BLOCKS)
+    here = token_row + start + lanes
     beta = tl.cumsum(value, 1)
-    tl.store(prefix.beta + here, beta.to(prefix.beta.dtype.element_ty), mask=inside)
+    tl.store(prefix.beta + here, _by_lanes(beta.to(prefix.beta.dtype.element_ty)), mask=inside)
     if split is not None:
-        _store_splits(split.beta, beta * factor, block_row + block, there, BLOCK)
+        _store_splits(split.beta + (block_row + start // BLOCK) * (_SPLITS * BLOCK), beta * factor, length - start)
+    before += tl.zeros_like(tokens)
+    after += tl.zeros_like(tokens)
+    if has_resets:
+        before = tl.associative_scan(tl.where(is_reset, tokens, before), 1, _larger)
+        coming = tl.where(is_reset, tokens, after)
+        coming, after = tl.associative_scan((coming, after), 1, _smaller_before, reverse=True)
+    tl.store(prefix.last_reset + here, _by_lanes(before), mask=inside)
+    tl.store(prefix.next_reset + here, _by_lanes(after), mask=inside)
+    tl.store(prefix.base + block_row + block, alpha, mask=there)
+    if split is not None:
         high = alpha.to(tl.float32)
         tl.store(split.bases + (block_row + block) * 2, high, mask=there)
         tl.store(split.bases + (block_row + block) * 2 + 1, (alpha - high).to(tl.float32), mask=there)
-    last, coming = tl.where(is_reset, tokens, before), tl.where(is_reset, tokens, after)
-    if tl.max(tl.max(is_reset.to(tl.int32), 1), 0) != 0:  # most blocks have no reset, which saves two scans
-        last = tl.associative_scan(last, 1, _larger)
-        coming = tl.associative_scan(coming, 1, _smaller, reverse=True)
-    tl.store(prefix.last_reset + here, last, mask=inside)
-    # the next reset strictly after t is the scan's result at t + 1, so store it one token earlier
-    tl.store(prefix.next_reset + here - 1, coming, mask=inside & (tokens > block * BLOCK))
-    final = tl.minimum(block * BLOCK + BLOCK, length) - 1
-    tl.store(prefix.next_reset + token_row + final, after, mask=there)
 
 
 @triton.jit
-def _store_splits(split, value, block, there, BLOCK: tl.constexpr):
-    """Store the splits of values (blocks, BLOCK) into (·, SPLITS, BLOCK), at the blocks (blocks, 1) that exist."""
-    here = split + block * (_SPLITS * BLOCK) + tl.arange(0, BLOCK)[None, :]
+def _store_splits(split, value, length):
+    """Store the splits of values (blocks, tokens) into (blocks, SPLITS, tokens); blocks from `length` on do not exist.
+    """
+    BLOCK: tl.constexpr = value.shape[1]
+    lanes = _tokens_of_lanes(value.shape[0], BLOCK)
+    block = lanes // BLOCK
+    here = split + block * (_SPLITS * BLOCK) + lanes % BLOCK
     splits = in_splits(value)
     for i in tl.static_range(_SPLITS):
-        tl.store(here + i * BLOCK, splits[i], mask=there)
+        tl.store(here + i * BLOCK, _by_lanes(splits[i]), mask=block * BLOCK < length)
 
 
 @triton.jit
@@ -328,8 +357,8 @@ def _constant_split(rates, rate_stride, split, factor: tl.float64, counter, BLOC
     head = tl.program_id(0)
     tl.store(counter, 0, mask=head == 0)
     rate, _ = _without_resets(tl.load(rates + head * rate_stride))
-    head = head + tl.zeros([1, 1], tl.int32)
-    _store_splits(split, tl.arange(0, BLOCK)[None, :].to(tl.float64) * rate * factor, head, head >= 0, BLOCK)
+    splits = split + head * (_SPLITS * BLOCK)
+    _store_splits(splits, tl.arange(0, BLOCK)[None, :].to(tl.float64) * rate * factor, BLOCK)
 
 
 @triton.jit
