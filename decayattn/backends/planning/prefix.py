@@ -355,6 +355,7 @@ def _store_splits(split, value, length):
 @triton.jit
 def _constant_split(rates, rate_stride, split, factor: tl.float64, counter, BLOCK: tl.constexpr):
     head = tl.program_id(0)
+    let_next_start(head)
     tl.store(counter, 0, mask=head == 0)
     rate, _ = _without_resets(tl.load(rates + head * rate_stride))
     splits = split + head * (_SPLITS * BLOCK)

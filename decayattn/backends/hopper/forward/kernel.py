@@ -174,6 +174,11 @@ def forward_kernel(
             signs.index(0).store(gl.full([WARPGROUP_ROWS, DEPTH], 1.0, gl.bfloat16, ONES))
             signs.index(1).store(gl.full([WARPGROUP_ROWS, DEPTH], -1.0, gl.bfloat16, ONES))
         fence_async_shared()
+    shared = ForwardShared(
+        make_pipeline(q_tiles, SLOTS, WARPGROUPS), make_pipeline(k_tiles, STAGES, WARPGROUPS),
+        make_pipeline(v_tiles, STAGES, WARPGROUPS), make_pipeline(published, SLOTS, 0), beta, differences,
+        left_tiles, right_tiles, signs, overflows, fences, row_alphas, WARPGROUPS, TILE.read,
+    )
     wait_for_launch_before(work_tiles)
     if MODES.ragged:
         # the host knows only an upper bound
@@ -182,11 +187,6 @@ def forward_kernel(
     schedule = QuerySchedule(
         work_tiles, row_tiles, heads, group, together, query_length, key_length, blocks, granules, table, MODES.ragged,
         MODES.packed, TILE.keys,
-    )
-    shared = ForwardShared(
-        make_pipeline(q_tiles, SLOTS, WARPGROUPS), make_pipeline(k_tiles, STAGES, WARPGROUPS),
-        make_pipeline(v_tiles, STAGES, WARPGROUPS), make_pipeline(published, SLOTS, 0), beta, differences,
-        left_tiles, right_tiles, signs, overflows, fences, row_alphas, WARPGROUPS, TILE.read,
     )
 
     outputs = (out_desc, row_outputs)
