@@ -35,6 +35,7 @@ from decayattn.backends.planning.offsets import parts_before, row_pointers, star
 from decayattn.backends.planning.prefix import prefix_of_head
 from decayattn.backends.planning.sequences import Sequences, offsets_of_head, tile_of_program
 from decayattn.backends.runtime import launching
+from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before
 from decayattn.backends.runtime.integers import next_power_of_2
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
 from decayattn.backends.runtime.strided import strided
@@ -336,6 +337,8 @@ def _summarise(
     PRUNES: tl.constexpr = TRAITS.prunes
     ACCUMULATOR: tl.constexpr = tl.float64 if q.data.dtype.element_ty == tl.float64 else tl.float32
     heads = sizes.heads
+    let_next_start(heads)
+    wait_for_launch_before(heads)
     work = tile_of_program(
         sequences, heads, sizes.query_length, sizes.key_length, DECAY_BLOCK * TOGETHER, True, False, PACKED, SEARCHES,
         True,
@@ -463,6 +466,8 @@ def _find_first_blocks(
     """Find the first block of keys that each of TOGETHER granules visits; of_granules has its own, maybe longer, axis.
     """
     heads = sizes.heads
+    let_next_start(heads)
+    wait_for_launch_before(heads)
     work = tile_of_program(
         sequences, heads, sizes.query_length, sizes.key_length, GRANULE * TOGETHER, False, True, PACKED, SEARCHES
     )

@@ -1,5 +1,6 @@
 """Launches of the forward: buffers, descriptors, grid."""
 
+import functools
 import math
 
 import torch
@@ -38,7 +39,9 @@ def forward(
         schedule = config.forward(widths.qk)
         score_scale = _score_scale(inputs)
         prefix, splits, bases, counter = _decay(problem, q, log_decay, score_scale, sequences, launch)
-        first_block = skipping.plan(problem, q, k, log_decay, inputs.any_scale, prefix, sequences, launch, terms)
+        # the plan's launches start while the launch before ends
+        dependent = functools.partial(launch, launch_pdl=True)
+        first_block = skipping.plan(problem, q, k, log_decay, inputs.any_scale, prefix, sequences, dependent, terms)
         tiles = tile_table.build(
             problem, bounds, schedule.rows, config.KEY_TILE, last_first=True, of_keys=False, launch=launch
         )
