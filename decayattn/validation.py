@@ -44,9 +44,8 @@ def check_arguments(
             check_counts(name, lengths, q.device, "(B,)", (q.shape[0],))
     if per_token and not causal and q.shape[1] > k.shape[1]:
         raise ValueError(
-            "causal: expected T_q <= T_k with causal=False and a log_decay per token, because the first "
-            f"{q.shape[1] - k.shape[1]} query rows precede the first log-decay, "
-            f"got T_q = {q.shape[1]}, T_k = {k.shape[1]}; leave these rows out"
+            "causal: expected T_q <= T_k with causal=False and a log_decay per token, got T_q = "
+            f"{q.shape[1]}, T_k = {k.shape[1]}; leave out the query rows before the first log-decay"
         )
 
 
@@ -76,9 +75,7 @@ def refuse_gradients(**inputs: Tensor | float | None) -> None:
         return
     for name, x in inputs.items():
         if isinstance(x, Tensor) and x.requires_grad:
-            raise RuntimeError(
-                f"{name}: expected a tensor without a gradient, because a cache has none; call it under torch.no_grad()"
-            )
+            raise RuntimeError(f"{name}: expected no gradient, because a cache has none; call it under torch.no_grad()")
 
 
 def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
@@ -89,8 +86,7 @@ def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
     if type(offsets) is Tensor and offsets.device.type == "cpu":  # on a GPU it would take longer than a small call
         refuse_unless(
             (offsets.diff() >= 0).all(),
-            f"{name}: expected offsets that never fall, got others; from lengths, compute "
-            "F.pad(lengths.cumsum(0), (1, 0))",
+            f"{name}: expected offsets that never fall, got others; from lengths, use F.pad(lengths.cumsum(0), (1, 0))",
         )
 
 
@@ -213,9 +209,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> No
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor, None if tensor is q else q.device)
         if tensor.ndim != len(axes):
-            raise ValueError(
-                f"{name}: expected {len(axes)} dimensions ({', '.join(axes)}), got shape {tuple(tensor.shape)}"
-            )
+            raise ValueError(f"{name}: expected {len(axes)} dimensions ({', '.join(axes)}), got {tuple(tensor.shape)}")
         check_dtype(name, tensor.dtype)
     for name, tensor in (("k", k), ("v", v)):
         check_same(name, "dtype of q", q.dtype, tensor.dtype, TypeError)
@@ -545,9 +539,7 @@ def refuse_unknown(function: Callable, unknown: dict[str, object], others: tuple
     if others:
         first = [name for name in known if parameters[name].kind != parameters[name].KEYWORD_ONLY]
         hint = "; cross-attention is layer(x, memory=memory)" if owner.endswith("forward") else ""
-        raise TypeError(
-            f"{owner}: expected {' and '.join(first)}, and the rest by keyword, got {len(others)} more{hint}"
-        )
+        raise TypeError(f"{owner}: expected {' and '.join(first)}, the rest by keyword, got {len(others)} more{hint}")
     name = next(iter(unknown))
     similar = difflib.get_close_matches(name, known, n=1)
     guess = f"did you mean {similar[0]}?" if similar else f"it takes {', '.join(known)}"

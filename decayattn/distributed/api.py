@@ -321,8 +321,7 @@ def _check_mode(
         raise ValueError("reach: expected only with mode='halo'")
     if q.shape[2] % slices.ranks:
         raise ValueError(
-            f"mode: expected query heads in a multiple of the {slices.ranks} ranks with 'heads', got "
-            f"{q.shape[2]}; 'halo' takes any number"
+            f"mode: expected heads in a multiple of {slices.ranks} ranks with 'heads', got {q.shape[2]}; use 'halo'"
         )
     if packed and given:
         raise ValueError(f"{given[0]}: expected None with cu_seqlens")

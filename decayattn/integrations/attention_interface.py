@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
-from decayattn.compatibility import refuse_unless
 from decayattn.functional import decay_attention, decay_attention_varlen
 from decayattn.integrations.gates import NAME, split_key
+from decayattn.nn.attention import mask_bounds
 
 _REFUSED = {
     "softcap": "there is no soft cap",
@@ -118,9 +118,13 @@ def attention(
             k, v = k[:, :columns], v[:, :columns]  # a static cache has unwritten keys after them
             log_decay = log_decay[:, :columns] if log_decay is not None and log_decay.ndim == 3 else log_decay
     if real is not None:
-        # without a limit the positions of rows do not matter, and a mask of keys does not describe a decoder's queries
-        by_position = options["causal"] or options["window_size"] is not None
-        options |= _sequence_bounds(real, q.shape[1] if by_position else None)
+        begin, end = mask_bounds("attention_mask", real, "pass a mask of 4 dimensions")
+        options |= {"leftpad_k": begin, "seqused_k": end}
+        # The last query is at the last column. Without a limit positions do not matter, and a mask of keys does not
+        # describe a decoder's queries: those of cross-attention may be more
+        first = real.shape[1] - q.shape[1]
+        if first >= 0 and (options["causal"] or options["window_size"] is not None):
+            options |= {"leftpad_q": (begin - first).clamp(min=0), "seqused_q": (end - first).clamp(min=0)}
     elif kwargs.get("cu_seq_lens_q") is not None:
         return _packed(q, k, v, log_decay, kwargs, options), None
     options["skip_tolerance"] = None if log_decay is None else "auto"
@@ -226,25 +230,6 @@ def _with_resets(
         log_decay = q.new_zeros(1, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     per_token = log_decay if log_decay.ndim == 3 else log_decay.expand(1, length, -1)
     return per_token.masked_fill(starts[..., None], -torch.inf)
-
-
-def _sequence_bounds(real: Tensor, queries: int | None) -> dict[str, Tensor]:
-    """Bounds of the sequences of a mask (B, columns) that is True for a token.
-
-    The last of `queries` queries is at the last column. None leaves out the queries' bounds.
-    """
-    begin = (real.cumsum(1) == 0).sum(1, dtype=torch.int32)
-    end = begin + real.sum(1, dtype=torch.int32)
-    index = torch.arange(real.shape[1], device=real.device)
-    refuse_unless(
-        (((index >= begin[:, None]) & (index < end[:, None])) == real).all(),
-        "attention_mask: expected one stretch of tokens in every row, got a gap; pass a mask of 4 dimensions",
-    )
-    bounds = {"leftpad_k": begin, "seqused_k": end}
-    if queries is not None and queries <= real.shape[1]:  # more queries are other tokens: cross-attention
-        first = real.shape[1] - queries
-        bounds |= {"leftpad_q": (begin - first).clamp(min=0), "seqused_q": (end - first).clamp(min=0)}
-    return bounds
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -70,9 +70,7 @@ def add_decay(
     added = {"decay": decay, "half_lives": list(check_half_lives("half_lives", half_lives, config.num_attention_heads))}
     model.set_attn_implementation(NAME)  # refuses models without flash attention
     if not _insert(model, added):
-        raise ValueError(
-            f"model: expected causal attention layers with a layer_idx, found none in {type(model).__name__}"
-        )
+        raise ValueError(f"model: expected causal attention layers with layer_idx, got none in {type(model).__name__}")
     config.added_decay = added
     return model
 
@@ -97,8 +95,7 @@ def split_key(module: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor | N
         raise ValueError(f"cache: expected the keys of {type(module).__name__} itself, got others; {_USE_NO_CACHE}")
     if log_decay.ndim == 3 and log_decay.requires_grad and key.shape[2] != log_decay.shape[1]:
         raise RuntimeError(
-            "cache: expected an empty one, because cached decays get no gradient; use torch.no_grad(), or "
-            "use_cache=False"
+            "cache: expected an empty one, as cached decays get no gradient; use torch.no_grad(), or use_cache=False"
         )
     if key.shape[-1] > width and not log_decay.requires_grad:
         channels = key[..., width : width + heads // key.shape[1] * log_decay.dtype.itemsize // key.dtype.itemsize]
@@ -169,14 +166,13 @@ def _insert(model: nn.Module, added: dict[str, Any]) -> bool:
         is_layer = isinstance(getattr(module, "layer_idx", None), int) and getattr(module, "is_causal", False) is True
         if not is_layer or hasattr(module, "decay"):
             continue
-        found, heads, device = True, module.config.num_attention_heads, next(module.parameters()).device
+        found, heads, half_lives = True, module.config.num_attention_heads, added["half_lives"]
+        options: dict[str, Any] = {"device": next(module.parameters()).device}
         if added["decay"] == "scalar":
-            decay: Decay = ScalarDecay(
-                module.config.hidden_size, heads, initial_half_lives=added["half_lives"], device=device
-            )
+            decay: Decay = ScalarDecay(module.config.hidden_size, heads, initial_half_lives=half_lives, **options)
         else:
-            half_lives = spread_half_lives(added["half_lives"], heads)
-            decay = ConstantDecay([-math.log(2) / h for h in half_lives], learned=True, device=device)
+            rates = [-math.log(2) / half_life for half_life in spread_half_lives(half_lives, heads)]
+            decay = ConstantDecay(rates, learned=True, **options)
         module.decay, module._log_decay = decay, None
         module.register_forward_pre_hook(_decay, with_kwargs=True)
     return found

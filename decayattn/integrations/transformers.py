@@ -9,9 +9,7 @@ Importing this module registers the model with transformers' Auto classes. So im
     model = AutoModelForCausalLM.from_config(config)
 
 It also registers attn_implementation="decayattn" for ordinary models (attention_interface). Trainer gives no weight
-decay to decays, sinks and learned scales, in any model with layers of this library.
-
-It needs the extra `transformers`, in a clone `pip install -e '.[transformers]'`.
+decay to decays, sinks and learned scales, in any model with layers of this library. Needs the extra `transformers`.
 """
 
 import dataclasses
@@ -26,26 +24,10 @@ from typing import Any, Literal, SupportsIndex
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Trainer,
-    initialization,
-)
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, Trainer, initialization, modeling_layers
 from transformers.cache_utils import Cache, DynamicLayer
-from transformers.modeling_layers import (
-    GenericForSequenceClassification,
-    GenericForTokenClassification,
-    GradientCheckpointingLayer,
-)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -81,8 +63,9 @@ _OTHER_ARCHITECTURES = {
 # values of such options that hold here, too
 _NEUTRAL: tuple[object, ...] = (None, 0, {}, "silu", "swish", "swiglu", "full_attention")
 # options that transformers writes into any configuration, or reads in DecayForTokenClassification
-_OF_TRANSFORMERS = {field.name for field in dataclasses.fields(PreTrainedConfig)} | set(GenerationConfig().to_dict())
-_OF_TRANSFORMERS |= {"attn_implementation", "experts_implementation", "classifier_dropout", "token_classification_bias"}
+_OF_TRANSFORMERS = {"attn_implementation", "experts_implementation", "classifier_dropout", "token_classification_bias"}
+_OF_TRANSFORMERS |= {field.name for field in dataclasses.fields(PreTrainedConfig)}
+_OF_TRANSFORMERS |= set(transformers.GenerationConfig().to_dict())
 
 # the cache's name as an argument and output of every model: "cache" since transformers 5.24, "past_key_values" before
 _OUTPUTS = {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}
@@ -104,12 +87,10 @@ class DecayConfig(PreTrainedConfig):
             head as in ConstantDecay, the same in every layer. Natural logarithms, below 0 for a decay.
         initial_half_lives: initial half-lives of a forget gate, in tokens, (shortest, longest) or one number per
             attention head, as in ScalarDecay; only with decay="scalar". Default: that of ScalarDecay.
-        qk_norm, output_gate, output_norm, kv_shift, window_size, sink, backend: as in DecayFlashAttention, in every
-            layer.
+        qk_norm, output_gate, output_norm, kv_shift, window_size, sink, backend: as in DecayFlashAttention.
         rms_norm_eps: of the model's norms and of output_norm.
         qk_norm_eps: of the norms of queries and keys.
-        max_position_embeddings: the intended length of sequences, which other tools read. It has no effect here: the
-            model has no position embedding, its decay gives the order, and caches grow as needed.
+        max_position_embeddings: the intended length of sequences, for other tools; it has no effect here.
         kwargs: transformers' own options, among them num_labels, classifier_dropout (0.1) and token_classification_bias
             (True), and your own keys, which are stored and have no effect. Misspelled options raise, and so do options
             of other architectures unless their value changes nothing: None, False, 0, hidden_act="silu".
@@ -178,8 +159,7 @@ class DecayConfig(PreTrainedConfig):
         self.output_norm = validation.check_bool("output_norm", output_norm)
         self.kv_shift = validation.check_bool("kv_shift", kv_shift)
         validation.check_window(window_size)
-        # JSON gives a list
-        self.window_size = None if window_size is None else (window_size[0], window_size[1])
+        self.window_size = None if window_size is None else (window_size[0], window_size[1])  # JSON gives a list
         self.sink = validation.check_bool("sink", sink)
         self.rms_norm_eps, self.qk_norm_eps, self.initializer_range = rms_norm_eps, qk_norm_eps, initializer_range
         self.max_position_embeddings, self.use_cache = max_position_embeddings, use_cache
@@ -212,25 +192,20 @@ def _refuse_other_architectures(options: dict) -> None:
 
 def _check_log_decay(log_decay: Sequence[float] | Tensor | None, decay: str, heads: int) -> tuple[float, ...] | None:
     """The user's constants, which decay="constant" and "constant-learned" require and no other decay accepts."""
-    is_constant = decay.startswith("constant")
+    is_constant, learned = decay.startswith("constant"), decay.endswith("learned")
     if log_decay is None and not is_constant:
         return None
     if not is_constant:
         raise ValueError(f"log_decay: expected only with decay='constant' or 'constant-learned', got decay={decay!r}")
-    expected = f"log_decay: expected num_attention_heads = {heads} numbers with decay={decay!r}"
-    if log_decay is None:
-        raise ValueError(f"{expected}, got None")
-    numbers = validation.check_log_decays("log_decay", log_decay, learned=decay.endswith("learned"))
-    if len(numbers) != heads:
-        raise ValueError(f"{expected}, got {len(numbers)}")
+    numbers = None if log_decay is None else validation.check_log_decays("log_decay", log_decay, learned)
+    if numbers is None or len(numbers) != heads:
+        expected = f"num_attention_heads = {heads} numbers with decay={decay!r}"
+        raise ValueError(f"log_decay: expected {expected}, got {numbers and len(numbers)}")
     return numbers
 
 
 class DecayCacheLayer(DynamicLayer):
-    """Cache of one attention layer: a DecayCache with room for twice its tokens, or for max_length if that is less.
-
-    max_length is the expected number of tokens, not a limit.
-    """
+    """Cache of one attention layer: a DecayCache for twice its tokens. The expected number, max_length, is no limit."""
 
     def __init__(self, max_length: float = math.inf):
         super().__init__()
@@ -284,15 +259,13 @@ class DecayCacheLayer(DynamicLayer):
             return
         if isinstance(tokens_to_remove, Sequence):
             self.cache.crop([-number for number in tokens_to_remove])
-            return
-        if isinstance(tokens_to_remove, Tensor) and tokens_to_remove.ndim:
+        elif isinstance(tokens_to_remove, Tensor) and tokens_to_remove.ndim:
             self.cache.crop(-tokens_to_remove)
-            return
-        tokens_to_remove = operator.index(tokens_to_remove)  # some releases of transformers count in tensors
-        removed = self.columns - tokens_to_remove if tokens_to_remove > 0 else -tokens_to_remove
-        removed = min(max(removed, 0), self.columns)
-        self.cache.crop(min(removed, self.cache.longest))
-        self.columns -= removed
+        else:
+            number = operator.index(tokens_to_remove)  # some releases of transformers count in tensors
+            removed = min(max(self.columns - number if number > 0 else -number, 0), self.columns)
+            self.cache.crop(min(removed, self.cache.longest))
+            self.columns -= removed
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.cache is not None:
@@ -304,8 +277,7 @@ class DecayCacheLayer(DynamicLayer):
 
 
 class DecayModelCache(Cache):
-    """Cache (past_key_values) of DecayModel, with one DecayCacheLayer for each layer that the model runs. Inference
-    only. `generate` passes max_length."""
+    """Cache of DecayModel for inference: a DecayCacheLayer for each layer. `generate` passes max_length."""
 
     layers: list[DecayCacheLayer]
 
@@ -321,12 +293,12 @@ class DecayModelCache(Cache):
 
     def fit(self, count: int) -> list[DecayCacheLayer]:
         """Return the caches of the `count` layers that the model runs. An empty cache adopts that number."""
+        if len(self.layers) != count and self.lengths is not None:
+            raise ValueError(
+                f"{_CACHE}: expected one of the {count} layers that the model runs, got one filled by "
+                f"{len(self.layers)}; fill a new cache"
+            )
         if len(self.layers) != count:
-            if self.lengths is not None:
-                raise ValueError(
-                    f"{_CACHE}: expected one of the {count} layers that the model runs, got one filled by "
-                    f"{len(self.layers)}; fill a new cache"
-                )
             self.layers = [DecayCacheLayer(self.max_length) for _ in range(count)]
         return self.layers
 
@@ -344,7 +316,7 @@ class DecayMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class DecayBlock(GradientCheckpointingLayer):
+class DecayBlock(modeling_layers.GradientCheckpointingLayer):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: DecayConfig):
@@ -362,12 +334,10 @@ class DecayBlock(GradientCheckpointingLayer):
             output_gate=config.output_gate, output_norm=config.output_norm, kv_shift=config.kv_shift,
             window_size=config.window_size, sink=config.sink, backend=config.backend,
         )
-        attn = self.self_attn
-        for norm, eps in ((attn.q_norm, config.qk_norm_eps), (attn.k_norm, config.qk_norm_eps)):
-            if norm is not None:
-                norm.eps = eps
-        if attn.output_norm is not None:
-            attn.output_norm.eps = config.rms_norm_eps
+        eps = {"q_norm": config.qk_norm_eps, "k_norm": config.qk_norm_eps, "output_norm": config.rms_norm_eps}
+        for name, norm in self.self_attn.named_children():
+            if name in eps:
+                norm.eps = eps[name]
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DecayMLP(config)
 
@@ -405,8 +375,8 @@ class DecayPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (ScalarDecay, ConstantDecay)):
             gates.initialise(module)
-            return
-        super()._init_weights(module)
+        else:
+            super()._init_weights(module)
         if isinstance(module, DecayFlashAttention) and module.sink is not None:
             initialization.zeros_(module.sink)
 
@@ -583,13 +553,13 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
         model_kwargs[_CACHE] = DecayModelCache(self.config, max_cache_length)
 
 
-class DecayForSequenceClassification(GenericForSequenceClassification, DecayPreTrainedModel):
+class DecayForSequenceClassification(modeling_layers.GenericForSequenceClassification, DecayPreTrainedModel):
     """DecayModel with a linear classifier of every row's last token, the last one that is not config.pad_token_id."""
 
     accepts_loss_kwargs = False  # True: Trainer would pass num_items_in_batch, which this loss ignores
 
 
-class DecayForTokenClassification(GenericForTokenClassification, DecayPreTrainedModel):
+class DecayForTokenClassification(modeling_layers.GenericForTokenClassification, DecayPreTrainedModel):
     """DecayModel with a linear classifier of every token."""
 
     accepts_loss_kwargs = False
@@ -709,9 +679,9 @@ def _get_decay_parameter_names(self: Trainer, model: nn.Module) -> list[str]:
     return [name for name in _parameter_names(self, model) if parameters.get(name) not in spared]
 
 
-AutoConfig.register(DecayConfig.model_type, DecayConfig, exist_ok=True)
-AutoModel.register(DecayConfig, DecayModel, exist_ok=True)
-AutoModelForCausalLM.register(DecayConfig, DecayForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(DecayConfig, DecayForSequenceClassification, exist_ok=True)
-AutoModelForTokenClassification.register(DecayConfig, DecayForTokenClassification, exist_ok=True)
+transformers.AutoConfig.register(DecayConfig.model_type, DecayConfig, exist_ok=True)
+transformers.AutoModel.register(DecayConfig, DecayModel, exist_ok=True)
+transformers.AutoModelForCausalLM.register(DecayConfig, DecayForCausalLM, exist_ok=True)
+transformers.AutoModelForSequenceClassification.register(DecayConfig, DecayForSequenceClassification, exist_ok=True)
+transformers.AutoModelForTokenClassification.register(DecayConfig, DecayForTokenClassification, exist_ok=True)
 Trainer.get_decay_parameter_names = _get_decay_parameter_names

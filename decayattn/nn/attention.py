@@ -75,18 +75,7 @@ class DecayFlashAttention(Spared):
         out        = decay_attention(q, k, v, decay(x))
         y          = (norm(out) · sigmoid(g)) · out_proj
 
-    A pre-norm transformer block around it::
-
-        class Block(nn.Module):
-            def __init__(self, width, num_heads):
-                super().__init__()
-                self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
-                self.attention = DecayFlashAttention(width, num_heads, decay="scalar")
-                self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-            def forward(self, x):
-                x = x + self.attention(self.attention_norm(x))
-                return x + self.mlp(self.mlp_norm(x))
+    RECIPES.md has a transformer block around it, generation with a cache, and cross-attention.
 
     Args:
         embed_dim: width of input and output.
@@ -123,28 +112,10 @@ class DecayFlashAttention(Spared):
             first tokens of a cache, because it has no kernels for them.
         device, dtype: of the parameters, as in torch.nn; those of the decay stay at least float32.
 
-    The projections start as nn.Linear does (variance 1/(3·fan_in), at width 768 the 0.02 of GPT-2) with zero biases. A
-    model that scales out_proj with its depth does so itself. An optimiser's groups come from
-    decayattn.nn.parameter_groups, which spares decays of weight decay.
-
-    After `.bfloat16()` or `.half()`, and under autocast, a `Decay` stays float32 and everything else follows.
-
-    Generation keeps the past in a cache. Its rows are those of the layer for the whole sequence::
-
-        with torch.no_grad():
-            cache = layer.make_cache(batch_size, max_length)
-            y = layer(prompt, cache=cache)        # (B, T, embed_dim)
-            y = layer(next_token, cache=cache)    # (B, 1, embed_dim)
-
-    decayattn.nn.CapturedStep makes a model's step of one token a CUDA graph.
-
-    Cross-attention takes keys, values and decay from another sequence, the memory. A decoder usually sees all of it,
-    and has no distance to its tokens::
-
-        layer = DecayFlashAttention(width, num_heads, causal=False, decay="none")
-        y = layer(x, memory=memory, memory_padding_mask=mask)
-
-    Sequences over several GPUs: `layer.context = decayattn.distributed.ContextParallel(group)`, and x is a slice.
+    The projections start as nn.Linear does (variance 1/(3·fan_in), at width 768 the 0.02 of GPT-2) with zero biases.
+    decayattn.nn.parameter_groups spares decays of weight decay. After `.bfloat16()` or `.half()`, and under autocast, a
+    `Decay` stays float32 and everything else follows. Sequences over several GPUs: `layer.context =
+    decayattn.distributed.ContextParallel(group)`, and x is a slice.
 
     Raises:
         TypeError, ValueError: for every bad argument, by name.
@@ -279,9 +250,8 @@ class DecayFlashAttention(Spared):
                 Under tensor parallelism every rank passes all heads. With a context it covers the tokens of the slice,
                 with memory those of memory.
             memory: (B, T_k, embed_dim), for cross-attention. Keys, values and decay come from it, queries and the
-                output gate from x. Distances, windows and `causal` are those of decay_attention. Both sequences end at
-                the same position: token i of x is at position i + T_k − T of memory, and a single token of x is at the
-                last. This has a meaning if both share one clock. Otherwise build the layer with causal=False and
+                output gate from x. Both sequences end at the same position: token i of x is at position i + T_k − T of
+                memory. This has a meaning if both share one clock. Otherwise build the layer with causal=False and
                 decay="none". With causal=True, tokens of x before the first token of memory see nothing. With
                 causal=False, a decay per token needs T ≤ T_k in every entry. A memory excludes cache, cu_seqlens,
                 resets, a context and a position module.
@@ -328,22 +298,16 @@ class DecayFlashAttention(Spared):
     def _prepare(
         self, x: Tensor, given: _CallArguments, others: tuple, unknown: dict, check: "OptionCheck | None"
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None, _CallArguments, dict[str, Any]]:
-        """The forward before its attention.
-
-        Return q, k, v, the gate, k and v before a shift, and the attention's arguments and options.
-        """
+        """Return q, k, v, the gate, k and v before a shift, and the attention's arguments and options."""
         begin = self._check_arguments(x, given, others, unknown)
         cache, resets, log_decay, memory = given.cache, given.resets, given.log_decay, given.memory
-        if self.tensor_mesh is not None:
-            x = replicated(x, self.tensor_mesh)
-            memory = None if memory is None else replicated(memory, self.tensor_mesh)
-            if log_decay is not None:
-                log_decay = replicated(log_decay, self.tensor_mesh)
-                log_decay = log_decay.chunk(self.tensor_mesh.size(), -1)[self.tensor_mesh.get_local_rank()]
+        if (mesh := self.tensor_mesh) is not None:
+            x, memory, log_decay = (t if t is None else replicated(t, mesh) for t in (x, memory, log_decay))
+            log_decay = None if log_decay is None else log_decay.chunk(mesh.size(), -1)[mesh.get_local_rank()]
         padding: Tensor | None = None
         bounds: dict[str, Any] = {}
         if given.padding_mask is not None:
-            padding, (first, end) = given.padding_mask == 0, _mask_bounds(given.padding_mask)
+            padding, (first, end) = given.padding_mask == 0, mask_bounds("padding_mask", given.padding_mask)
             bounds = {"leftpad_q": first, "seqused_q": end}
             bounds |= {"leftpad_k": first, "seqused_k": end} if memory is None else {}
         elif given.cu_seqlens is not None:
@@ -362,7 +326,7 @@ class DecayFlashAttention(Spared):
         if memory is not None:
             if given.memory_padding_mask is not None:
                 memory = memory.masked_fill(given.memory_padding_mask[..., None] == 0, 0)
-                first, end = _mask_bounds(given.memory_padding_mask, "memory_padding_mask")
+                first, end = mask_bounds("memory_padding_mask", given.memory_padding_mask)
                 bounds |= {"leftpad_k": first, "seqused_k": end}
             # one call of in_proj, which may be quantised, adapted or sharded
             tokens, x = torch.cat([x, memory], 1), memory
@@ -454,9 +418,7 @@ class DecayFlashAttention(Spared):
         if self.q_norm is None or self.k_norm is None:
             raise ValueError("qk_norm: expected True, because without it nothing bounds a score")
         if any(x is not None and x.is_meta for x in (self.q_norm.weight, self.k_norm.weight, self.log_scale)):
-            raise ValueError(
-                "qk_norm: expected gains with values, got some on the meta device; call score_bound before offloading"
-            )
+            raise ValueError("qk_norm: expected gains with values, got meta ones; call score_bound before offloading")
         q_gain, k_gain = (
             (whole(norm.weight) if norm.is_shared else own_heads(norm.weight, self.tensor_mesh).view(-1, self.head_dim))
             .double().abs().amax(-1) for norm in (self.q_norm, self.k_norm)
@@ -626,16 +588,17 @@ def _left_padding(padding_mask: Tensor) -> Tensor:
     return ((padding_mask != 0).cumsum(1) == 0).sum(1, dtype=torch.int32)
 
 
-def _mask_bounds(padding_mask: Tensor, name: str = "padding_mask") -> tuple[Tensor, Tensor]:
-    """First tokens (B,) int32 of the rows, and their ends. For an empty row both are equal."""
-    begin = _left_padding(padding_mask)
-    end = begin + (padding_mask != 0).sum(1, dtype=torch.int32)
-    index = torch.arange(padding_mask.shape[1], device=padding_mask.device)
-    one_stretch = (index >= begin[:, None]) & (index < end[:, None])
+def mask_bounds(
+    name: str, mask: Tensor, remedy: str = "`resets` or cu_seqlens keep documents apart"
+) -> tuple[Tensor, Tensor]:
+    """First tokens (B,) int32 of the rows of a mask, and their ends. For an empty row both are equal."""
+    begin = _left_padding(mask)
+    end = begin + (mask != 0).sum(1, dtype=torch.int32)
+    index = torch.arange(mask.shape[1], device=mask.device)
     refuse_unless(
-        (one_stretch == padding_mask).all(),
+        (((index >= begin[:, None]) & (index < end[:, None])) == mask).all(),
         f"{name}: expected in every row one stretch of tokens (True or 1) and padding (False or 0) around it, got "
-        "a row with a gap or with other numbers; `resets` or cu_seqlens keep documents apart",
+        f"a row with a gap or with other numbers; {remedy}",
     )
     return begin, end
 

@@ -178,8 +178,7 @@ class DecayCache:
         refuse_gradients(q=q, log_decay=rates, scale=scale, sink=sink)
         if self._left is not None and (left is None or left > self._left):
             raise ValueError(
-                f"window_size: expected one within the cache's, {self.window_size}, because older tokens leave it; "
-                f"got {window_size}"
+                f"window_size: expected one within {self.window_size}, which older tokens leave, got {window_size}"
             )
         counted, is_first = _valid_lengths(new_lengths, q.shape[1]), self.longest == 0
         # "hopper" cannot append
@@ -228,9 +227,7 @@ class DecayCache:
         They are 0 for a key head with a query head that sees no earlier token.
         """
         if not self._unshifted and self.longest:
-            raise ValueError(
-                "cache: expected tokens of a layer with kv_shift, got others; reset the cache and run the prompt again"
-            )
+            raise ValueError("cache: expected tokens of a layer with kv_shift, got others; reset it, rerun the prompt")
         slot = (self.lengths + self.dropped - 1) % _UNSHIFTED
         sees = (self.first < self.lengths[:, None]).unflatten(1, (self.num_kv_heads, -1)).all(2)[..., None]
         entry = torch.arange(self.batch_size, device=self.device)
@@ -413,8 +410,7 @@ class DecayCache:
         log_decay = self._rates if log_decay is None else log_decay
         if log_decay is None and self.alpha is None and self.longest > 0:
             raise ValueError(
-                "log_decay: expected the constant decay, a number or (H,), because `append` does not store it; "
-                "pass 0.0 if nothing decays"
+                "log_decay: expected the constant decay, which `append` does not store; pass 0.0 if nothing decays"
             )
         # below −746 the bound is 0 anyway, and 0 · (−inf) would be NaN
         rates = self._head_numbers("log_decay", 0.0 if log_decay is None else log_decay).clamp(min=RESET_BELOW)
@@ -493,8 +489,7 @@ class DecayCache:
             check_tensor(name, x, device, "the cache")
             if x.dtype != dtype:
                 raise TypeError(
-                    f"{name}: expected the dtype of the cache, {dtype}, got {x.dtype}; make a cache with "
-                    f"dtype={x.dtype}"
+                    f"{name}: expected the dtype of the cache, {dtype}, got {x.dtype}; make one with dtype={x.dtype}"
                 )
             if x.ndim != 4 or (x.shape[0], *x.shape[2:]) != (self.batch_size, self.num_kv_heads, dim):
                 wanted = f"({self.batch_size}, T, {self.num_kv_heads}, {dim})"
@@ -512,9 +507,7 @@ class DecayCache:
                 raise ValueError(f"log_decay: expected (B, T, H) = {per_token}, got {tuple(log_decay.shape)}")
         if self.longest > 0 and (log_decay is not None) != (self.alpha is not None):
             expected, got = ("one per token", "none") if log_decay is None else ("none", "one per token")
-            raise ValueError(
-                f"log_decay: expected {expected}, as for the tokens in the cache, got {got}; reset the cache"
-            )
+            raise ValueError(f"log_decay: expected {expected}, as for tokens in the cache, got {got}; reset the cache")
         if new_lengths is not None:
             check_counts("new_lengths", new_lengths, device, "(B,)", (self.batch_size,), "the cache")
         refuse_gradients(k=k, v=v, log_decay=log_decay)

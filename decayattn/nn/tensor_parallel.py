@@ -167,10 +167,7 @@ class HeadwiseParallel(ParallelStyle):
             if getattr(module, name) % ranks:
                 raise ValueError(f"{name}: expected a multiple of the {ranks} ranks, got {getattr(module, name)}")
         if not isinstance(module.decay, ScalarDecay | ConstantDecay | None):
-            raise ValueError(
-                "decay: expected a ScalarDecay, a ConstantDecay or none to divide among the ranks, got a "
-                f"{type(module.decay).__name__}"
-            )
+            raise ValueError(f"decay: expected ScalarDecay, ConstantDecay or none, got {type(module.decay).__name__}")
         PartwiseParallel(module.split_sizes, sum_gradient=False)._apply(module.in_proj, device_mesh)
         for owner, names in ((module, ("sink", "log_scale")), (module.decay, _tensors_of(module.decay))):
             for name in names:

@@ -296,9 +296,8 @@ class Call:
             out, lse = out[None], lse[None]
         else:
             out, lse = (attend or decay_attention)(**inputs, **options)
-        gradients = torch.autograd.grad(
-            [out, lse], list(leaves.values()), [self.grad_out, self.grad_lse], materialize_grads=True
-        )
+        grads = self.grad_out, self.grad_lse
+        gradients = torch.autograd.grad([out, lse], [*leaves.values()], grads, materialize_grads=True)
         return {"out": out.detach(), "lse": lse.detach(), **dict(zip(leaves, gradients, strict=True))}
 
     # the comparison

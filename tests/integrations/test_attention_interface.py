@@ -172,7 +172,7 @@ def test_attention_refuses_absent_features_by_name(options, message):
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(ValueError, match=message):
         attention_interface.attention(torch.nn.Module(), q, q, q, None, **options)
-    with pytest.raises(ValueError, match="attention_mask: expected one stretch"):
+    with pytest.raises(ValueError, match="attention_mask: expected in every row one stretch"):
         attention_interface.attention(torch.nn.Module(), q, q, q, torch.tensor([[1, 0, 1, 1]]))
 
 

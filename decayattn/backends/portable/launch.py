@@ -11,26 +11,11 @@ from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
 from decayattn.backends.planning.sequences import Sequences, fill_outside, programs
-from decayattn.backends.portable import config
-from decayattn.backends.portable.backward import (
-    gradients_kernel,
-    key_gradients_kernel,
-    query_gradients_kernel,
-    row_terms_kernel,
-)
+from decayattn.backends.portable import backward as gradients
+from decayattn.backends.portable import config, kernel_args
 from decayattn.backends.portable.config import TileConfig, padded
 from decayattn.backends.portable.forward import forward_kernel
-from decayattn.backends.portable.kernel_args import (
-    Decay,
-    KeyGradients,
-    QueryGradients,
-    RowTerms,
-    Sizes,
-    Tiled,
-    Traits,
-    Window,
-    broadcast,
-)
+from decayattn.backends.portable.kernel_args import Decay, Sizes, Tiled, Window, broadcast
 from decayattn.backends.runtime import launching, outputs, tma
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import COMPILER_OPTIONS
@@ -122,25 +107,25 @@ def backward(
         if plan is not None:
             mirror = skipping.as_argument(problem, skipping.last_granules(problem, first_block, sequences, launch))
         launch(
-            row_terms_kernel, cdiv(problem.query_length, _ROW_TERMS_BLOCK) * problem.batch * problem.num_heads,
+            gradients.row_terms_kernel, row_lse2.shape[:2].numel() * cdiv(problem.query_length, _ROW_TERMS_BLOCK),
             strided(out), strided(d_out), strided(d_lse), row_lse2, sink_probability, delta, score_sums,
             problem.query_length, problem.num_heads, D_V=problem.value_dim, BLOCK_M=_ROW_TERMS_BLOCK,
             BLOCK_DV=padded(problem.value_dim), **COMPILER_OPTIONS,
         )
 
-        row_terms = RowTerms(row_lse2, delta, strided(row_scale), score_sums)
+        row_terms = kernel_args.RowTerms(row_lse2, delta, strided(row_scale), score_sums)
         decay = _decay(problem, log_decay, prefix)
-        of_keys = KeyGradients(strided(dk), strided(dv), column_sums)
+        of_keys = kernel_args.KeyGradients(strided(dk), strided(dv), column_sums)
         d_bias, shared_bias = None, False
         if bias_leaf is not None:
             d_bias, shared_bias = _bias_gradient(problem, bias_leaf, row_lse2, deterministic)
-        of_queries = QueryGradients(strided(dq), decay_sums, row_scale_grad, broadcast(d_bias))
+        of_queries = kernel_args.QueryGradients(strided(dq), decay_sums, row_scale_grad, broadcast(d_bias))
         precision, most = config.dot_precision(), _MOST_PROGRAMS_OF_BOTH * launching.multiprocessors(problem.device)
         tile = _small_tile(problem, config.arch(problem.device), most, gradients=True)
         if tile is not None:
             fixed = _fixed(problem, tile, precision)
             launch(
-                gradients_kernel, fixed.key_programs + fixed.row_programs,
+                gradients.gradients_kernel, fixed.key_programs + fixed.row_programs,
                 _tiled(tile, sequences, (), q, k, v, d_out), row_terms, decay, of_queries, of_keys, plan, mirror,
                 fixed.window, scale, fixed.key_sizes, fixed.key_programs, **fixed.constants,
             )
@@ -148,7 +133,7 @@ def backward(
             tile = _tiles(config.KEY_GRADIENTS, problem, q, k, v, d_out)
             fixed = _fixed(problem, tile, precision)
             launch(
-                key_gradients_kernel, fixed.key_programs,
+                gradients.key_gradients_kernel, fixed.key_programs,
                 *_descriptors(problem, tile, q, k, v, d_out), _tiled(tile, sequences, (q, d_out), q, k, v, d_out),
                 row_terms, decay, of_keys, sequences, mirror, fixed.window, broadcast(bias), scale, fixed.key_sizes,
                 **fixed.constants,
@@ -156,25 +141,23 @@ def backward(
             tile = _tiles(config.QUERY_GRADIENTS, problem, q, k, v, d_out)
             fixed = _fixed(problem, tile, precision, shared_bias)
             launch(
-                query_gradients_kernel, fixed.row_programs,
+                gradients.query_gradients_kernel, fixed.row_programs,
                 *_descriptors(problem, tile, q, k, v, d_out), _tiled(tile, sequences, (k, v), q, k, v, d_out),
                 row_terms, decay, of_queries, sequences, plan, fixed.window, broadcast(bias), scale, fixed.sizes,
                 **fixed.constants,
             )
 
-        d_log_decay = None
+        d_decay = None
         if decay_leaf is not None and decay_sums is not None:
             if column_sums is None:
-                d_log_decay = decay_sums.sum((0, 2), dtype=torch.float64).to(decay_leaf.dtype)
+                d_decay = decay_sums.sum((0, 2), dtype=torch.float64).to(decay_leaf.dtype)
             else:
-                d_log_decay = decay_prefix.gradient(
-                    problem, prefix, decay_sums, column_sums, decay_leaf, sequences, launch
-                )
+                d_decay = decay_prefix.gradient(problem, prefix, decay_sums, column_sums, decay_leaf, sequences, launch)
         d_scale = None if row_scale_grad is None else row_scale_grad.transpose(1, 2)
         if bias_leaf is not None and d_bias is not None:
             shape = bias_leaf.shape
             d_bias = d_bias.sum_to_size((1,) * (4 - len(shape)) + shape).reshape(shape).to(bias_leaf.dtype)
-        return Gradients(dq, dk, dv, d_log_decay, d_scale, d_bias)
+        return Gradients(dq, dk, dv, d_decay, d_scale, d_bias)
 
 
 def _decay(problem: AttentionProblem, log_decay: Tensor | None, prefix: DecayPrefix) -> Decay:
@@ -263,7 +246,7 @@ def _fixed(problem: AttentionProblem, tile: TileConfig, precision: str, shared_b
     packed, searches = sequence_blocks.constants(problem).values()
     width, value_width = _widths(problem)
     row_cancels = problem.causal and problem.decay != "none" and problem.dtype.itemsize == 2
-    traits = Traits(
+    traits = kernel_args.Traits(
         packed=bool(packed), searches=searches, group=problem.num_heads // problem.num_kv_heads, d=problem.head_dim,
         d_v=problem.value_dim, block_m=tile.block_m, block_n=tile.block_n, block_d=width, block_dv=value_width,
         decay=problem.decay, causal=problem.causal, row_cancels=row_cancels, precision=precision,
