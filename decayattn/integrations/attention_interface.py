@@ -1,16 +1,8 @@
 """decay_attention as the attention of ordinary transformers models: attn_implementation="decayattn".
 
-Importing this module (or decayattn.integrations.transformers) registers it with transformers' AttentionInterface::
-
-    import decayattn.integrations.attention_interface
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="decayattn")
-
-A model must support transformers' flash attention or sdpa through that interface. Any other model raises: when it is
-created, or in a call that needs an option missing here. results/architectures.json lists every architecture.
-
-It needs the extra `decayattn[transformers]`.
+Importing this module (or decayattn.integrations.transformers) registers it with transformers' AttentionInterface. A
+model must support flash attention or sdpa through that interface. Any other model raises: when it is created, or in a
+call that needs an option missing here. results/architectures.json lists every architecture.
 """
 
 import functools

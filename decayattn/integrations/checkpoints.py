@@ -1,19 +1,9 @@
 """Weights of other libraries' forgetting attention, for DecayFlashAttention and DecayForCausalLM.
 
 Each function takes the state dict of such a layer, or of a model with the layer's prefix. It returns the state dict of
-the DecayFlashAttention that computes the same::
-
-    layer = DecayFlashAttention(width, num_heads)
-    layer.load_state_dict(from_fla(model.state_dict(), prefix="model.layers.0.attn."))
-
-Build the layer with the options of the other one; load_state_dict names mismatches. With the `config` of a whole
-language model, the result is the configuration and the state dict of a DecayForCausalLM::
-
-    config, weights = from_fox(load_file("model.safetensors"), config=json.load(open("config.json")))
-    model = DecayForCausalLM(config)
-    model.load_state_dict(weights)
-
-Parameters and options without an equivalent raise by name. A whole model needs transformers, a layer only torch.
+the DecayFlashAttention that computes the same; build that layer with the options of the other one. With the `config` of
+a whole language model, the result is the configuration and the state dict of a DecayForCausalLM. MIGRATION.md has
+examples. Parameters and options without an equivalent raise by name. Only a whole model needs transformers.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -31,19 +31,14 @@ def add_decay(
 ) -> PreTrainedModel:
     """Add a learned decay to every attention layer of a pretrained decoder, and return the model.
 
-    Scores get λ_{j+1} + … + λ_i as in decay_attention, next to the model's own position embeddings::
-
-        model = add_decay(AutoModelForCausalLM.from_pretrained(name))
-
-    Weights do not change. With the default half-lives the model starts close to its own logits: after 1,000 tokens the
-    decay alone has changed a weight by less than 1 %. Each layer has the decay as a module, `self_attn.decay` in Llama,
-    in float32. The attention becomes attn_implementation="decayattn"; a forward with another one raises. Generation
-    works with every cache except quantised ones. With a cache, a "scalar" decay raises in layers that cache latents
-    (MLA) or attend to the keys of other layers. Layers with two attentions raise in the first forward. Trainer spares
-    the decays of weight decay; for PEFT, name them in modules_to_save=["decay"].
-
-    The configuration records the decay as `added_decay`, so save_pretrained and from_pretrained keep it if the program
-    has imported decayattn.integrations.transformers.
+    Scores get λ_{j+1} + … + λ_i as in decay_attention, next to the model's own position embeddings. Weights do not
+    change. With the default half-lives the model starts close to its own logits: after 1,000 tokens the decay alone has
+    changed a weight by less than 1 %. Each layer has the decay as a module, `self_attn.decay` in Llama, in float32. The
+    attention becomes attn_implementation="decayattn"; a forward with another one raises. Generation works with every
+    cache except quantised ones. With a cache, a "scalar" decay raises in layers that cache latents (MLA) or attend to
+    the keys of other layers. Layers with two attentions raise in the first forward. Trainer spares the decays of weight
+    decay; for PEFT, name them in modules_to_save=["decay"]. The configuration records the decay as `added_decay`, so a
+    program that imports decayattn.integrations.transformers can save and load the model.
 
     Args:
         model: a causal model with flash attention by transformers' AttentionInterface: Llama, Mistral, Qwen2, Qwen3,

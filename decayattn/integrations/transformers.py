@@ -1,15 +1,9 @@
 """A decoder-only language model of DecayFlashAttention layers for Hugging Face transformers.
 
-Importing this module registers the model with transformers' Auto classes. So import it before you load a checkpoint::
-
-    import decayattn.integrations.transformers
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model("decayattn", vocab_size=50257, hidden_size=768, num_hidden_layers=12)
-    model = AutoModelForCausalLM.from_config(config)
-
-It also registers attn_implementation="decayattn" for ordinary models (attention_interface). Trainer gives no weight
-decay to decays, sinks and learned scales, in any model with layers of this library. Needs the extra `transformers`.
+Importing this module registers the model with transformers' Auto classes, so import it before you load a checkpoint.
+`AutoConfig.for_model("decayattn", hidden_size=768, …)` makes a configuration. The import also registers
+attn_implementation="decayattn" for ordinary models (attention_interface). Trainer gives no weight decay to decays,
+sinks and learned scales, in any model with layers of this library. Needs the extra `transformers`.
 """
 
 import dataclasses

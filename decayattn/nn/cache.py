@@ -36,15 +36,10 @@ class DecayCache:
     is exact at any length. A constant decay needs only positions, and stores no α. The first log-decay of a sequence is
     never used. One below −746 is a reset: it counts as 0 in α, and hides all tokens before its own.
 
-    DecayFlashAttention calls `attend` when it gets `cache=`; other loops call it directly::
-
-        cache = layer.make_cache(batch_size, max_length)
-        y = layer(prompt, cache=cache)                            # (B, T, embed_dim)
-        y = layer(next_token, cache=cache)                        # (B, 1, embed_dim), until max_length
-
-    Entries may have different lengths. `new_lengths` gives the number of valid tokens in each entry of a right-padded
-    call. The rest may hold any values, and later tokens overwrite it. The host does not wait for the lengths. It knows
-    only an upper bound on them, `longest`, to which a call adds all its tokens, padding included.
+    DecayFlashAttention calls `attend` when it gets `cache=`. Entries may have different lengths. `new_lengths` gives
+    the number of valid tokens in each entry of a right-padded call. The rest may hold any values, and later tokens
+    overwrite it. The host does not wait for the lengths. It knows only an upper bound on them, `longest`, to which a
+    call adds all its tokens, padding included.
 
     Without a window, no length may exceed max_length. If a call's tokens do not fit by `longest`, the call reads the
     lengths, which synchronises with the device, and raises if one is too large. `evict` makes space where the decay has
@@ -316,16 +311,11 @@ class DecayCache:
         """Remove the last `tokens` tokens of every entry, or all of them if it has fewer.
 
         Pass one number for all entries, or one for each: a sequence, or a tensor (B,) of int32 or int64. The host does
-        not read a tensor, so `longest` then stays. Batched speculative decoding removes the rejected tokens of each
-        entry::
-
-            cache.crop(drafted - accepted)  # (B,)
-
-        A reset among them is not undone, and tokens hidden by `evict` stay hidden. An entry without tokens is as after
-        `reset`. With a window, the cache must still hold the tokens that the next row sees. After others have moved
-        out, a crop can remove up to 128 tokens and those that came since (fewer if max_length is below left + 256).
-        With tokens of a layer with kv_shift, the new last token must be one of the last 64 appended. More raises, on
-        a GPU by an assertion on the device.
+        not read a tensor, so `longest` then stays. A reset among them is not undone, and tokens hidden by `evict` stay
+        hidden. An entry without tokens is as after `reset`. With a window, the cache must still hold the tokens that
+        the next row sees. After others have moved out, a crop can remove up to 128 tokens and those that came since
+        (fewer if max_length is below left + 256). With tokens of a layer with kv_shift, the new last token must be one
+        of the last 64 appended. More raises, on a GPU by an assertion on the device.
         """
         removed, fewest = self._checked_removal(tokens)
         if self._left is not None:

@@ -17,12 +17,8 @@ class CapturedStep:
     The function appends new tokens to caches, through layers with `cache=`, and returns tensors. It is captured after
     the prompt, and the step is then called like the function::
 
-        caches = [layer.make_cache(batch_size, max_length) for layer in layers]
-        token = model(prompt, caches).argmax(-1)[:, -1:]             # (B, 1)
-
         step = CapturedStep(lambda token: model(token, caches).argmax(-1), caches, token)
-        for _ in range(1000):
-            token = step(token)
+        token = step(token)  # (B, 1)
 
     Inputs and outputs are in memory that the next call overwrites: clone outputs to keep them. Shapes are those of the
     capture; the lengths of the entries are on the device and change. `evict`, `crop`, `reorder` and longer calls

@@ -22,15 +22,11 @@ from decayattn.validation import is_real, wrong_type
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups of parameters for torch.optim: weight decay for matrices, none for decays, sinks, norms and biases.
 
-    Weight decay pulls a forget gate's bias to 0, a half-life of one token, and a learned rate to −1 per token.
-    Example::
-
-        optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-3)
-
-    The first group has the parameters of two or more dimensions, embeddings included. The second has all others: those
-    of fewer dimensions, those of decay modules (`Decay`, and any `decay` of a DecayFlashAttention), sink and log_scale.
-    It also has those with the attribute `_no_weight_decay`, which a model may set. Each parameter that requires a
-    gradient is in one group, once, in the model's order. A group may be empty.
+    Weight decay pulls a forget gate's bias to 0, a half-life of one token, and a learned rate to −1 per token. The
+    first group has the parameters of two or more dimensions, embeddings included. The second has all others: those of
+    fewer dimensions, those of decay modules (`Decay`, and any `decay` of a DecayFlashAttention), sink and log_scale. It
+    also has those with the attribute `_no_weight_decay`, which a model may set. Each parameter that requires a gradient
+    is in one group, once, in the model's order. A group may be empty.
 
     Args:
         model: with or without DecayFlashAttention layers; it may be compiled, sharded by FSDP2 or tensor parallelism,
@@ -74,15 +70,9 @@ def spared_parameters(model: nn.Module) -> set[nn.Parameter]:
 def record_half_lives(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Record the half-lives, in tokens, of a model's heads over the tokens that it reads inside the context.
 
-    The half-life of a head over a text is ln 2 / mean(−λ), with the mean of its log-decay over the text's tokens.
-    Example::
-
-        with record_half_lives(model) as half_lives:
-            model(tokens)
-        half_lives["blocks.0.attention"]  # (H,), up to date after each forward
-
-    The dict has an entry for each DecayFlashAttention with a decay, and for each `Decay` outside of one, under its name
-    in model.named_modules(). Several forwards give one mean. A constant decay gives its rates.
+    The half-life of a head over a text is ln 2 / mean(−λ), with the mean of its log-decay over the text's tokens. The
+    dict has an entry (H,) for each DecayFlashAttention with a decay, and for each `Decay` outside of one, under its
+    name in model.named_modules(). Several forwards give one mean. A constant decay gives its rates.
 
     The mean leaves out λ that no score uses: padding, resets (also λ below −746), and the first λ of each sequence. The
     half-life is inf if the mean is 0 or more, and NaN before a head has used a token. Padding counts if the layer does
