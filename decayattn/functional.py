@@ -285,7 +285,7 @@ def visited_fraction(
     from decayattn.backends.planning import skipping  # imports Triton
 
     with torch.cuda.device_of(q):
-        return skipping.visited_fraction(problem, q, k, inputs.log_decay, inputs.any_scale)
+        return skipping.visited_fraction(problem, inputs)
 
 
 def _attend(problem: AttentionProblem, inputs: Inputs, backend: BackendName, return_lse: bool) -> tuple[Tensor, Tensor]:

@@ -11,19 +11,15 @@ _AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
 
 def dense(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, scale: Tensor | float | None, causal: bool,
-    window_size: tuple[int, int] | None = None, sink: Tensor | None = None, seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None, leftpad_q: Tensor | None = None, leftpad_k: Tensor | None = None,
-    bias: Tensor | None = None, skip_tolerance: SkipTolerance = None,
+    window_size: tuple[int, int] | None = None, sink: Tensor | None = None, bias: Tensor | None = None,
+    skip_tolerance: SkipTolerance = None, **lengths: Tensor | None,
 ) -> tuple[AttentionProblem, Inputs]:
-    """Check arguments of decay_attention, and bring them to their full shapes."""
-    check_arguments(
-        q, k, v, log_decay, scale, causal, window_size, sink, seqused_q, seqused_k, leftpad_q, leftpad_k, bias,
-        skip_tolerance,
-    )
+    """Check arguments of decay_attention, and bring them to their full shapes. lengths: those of check_arguments."""
+    check_arguments(q, k, v, log_decay, scale, causal, window_size, sink, bias, skip_tolerance, **lengths)
     bounds = None
-    if not (seqused_q is None and seqused_k is None and leftpad_q is None and leftpad_k is None):
-        rows = _interval(leftpad_q, seqused_q, q)
-        tokens = _interval(leftpad_k, seqused_k, k)
+    if any(x is not None for x in lengths.values()):
+        rows = _interval(lengths.get("leftpad_q"), lengths.get("seqused_q"), q)
+        tokens = _interval(lengths.get("leftpad_k"), lengths.get("seqused_k"), k)
         bounds = torch.stack([*rows, *tokens], 1)
     inputs = inputs_of(q, k, v, log_decay, scale, bounds, bias, sink)
     return problem_of(inputs, causal, window_size, skip_tolerance), inputs

@@ -22,13 +22,11 @@ _LARGEST_FLOAT32, _LARGEST_FLOAT64 = torch.finfo(torch.float32).max, torch.finfo
 
 def check_arguments(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, scale: Tensor | float | None, causal: bool,
-    window_size: tuple[int, int] | None = None, sink: Tensor | None = None, seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None, leftpad_q: Tensor | None = None, leftpad_k: Tensor | None = None,
-    bias: Tensor | None = None, skip_tolerance: SkipTolerance = None,
+    window_size: tuple[int, int] | None = None, sink: Tensor | None = None, bias: Tensor | None = None,
+    skip_tolerance: SkipTolerance = None, **lengths: Tensor | None,
 ) -> None:
-    """Refuse every bad argument of decay_attention by name."""
-    axes = ("batch", "sequence", "heads", "head_dim")
-    _check_tensors(q, k, v, axes)
+    """Refuse every bad argument of decay_attention by name; lengths: seqused_q, seqused_k, leftpad_q, leftpad_k."""
+    _check_tensors(q, k, v, ("batch", "sequence", "heads", "head_dim"))
     check_same("k", "batch size of q", q.shape[0], k.shape[0])
     check_same("v", "batch size of q", q.shape[0], v.shape[0])
     check_bool("causal", causal)
@@ -38,10 +36,9 @@ def check_arguments(
     _check_sink(sink, q)
     check_bias(bias, q, k)
     check_skip_tolerance(skip_tolerance)
-    given = {"seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k}
-    for name, lengths in given.items():
-        if lengths is not None:
-            check_counts(name, lengths, q.device, "(B,)", (q.shape[0],))
+    for name, numbers in lengths.items():
+        if numbers is not None:
+            check_counts(name, numbers, q.device, "(B,)", (q.shape[0],))
     if per_token and not causal and q.shape[1] > k.shape[1]:
         raise ValueError(
             "causal: expected T_q <= T_k with causal=False and a log_decay per token, got T_q = "
@@ -352,10 +349,6 @@ def wrong_type(name: str, expected: str, value: object) -> TypeError:
     return TypeError(f"{name}: expected {expected}, got {value!r} of type {given}")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Options of layers and models
-
-
 def check_kv_heads(name: str, num_kv_heads: int | None, heads_name: str, num_heads: int) -> int:
     """Return the number of key heads, by default num_heads."""
     num_kv_heads = check_positive_int(name, num_heads if num_kv_heads is None else num_kv_heads)
@@ -419,7 +412,6 @@ def _numbers(values: object) -> Sequence[float] | None:
 # ----------------------------------------------------------------------------------------------------------------------
 # Keywords of FlashAttention, PyTorch, fla and others: the error names our argument
 
-
 # default of a required argument, so that the error for an unknown keyword comes before that for a missing one;
 # inspect.signature shows no default
 REQUIRED: Any = inspect.Parameter.empty
@@ -438,8 +430,7 @@ _TOLERANCE = "use skip_tolerance, the probability that a row may lose: math.exp(
 _PACKED_HINT = "decay_attention_varlen takes cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k"
 _PADDED_HINT = "decay_attention takes it; packed sequences have none"
 
-# keywords of FlashAttention, PyTorch, fla and others for the functions; _LAYER_HINTS has those for the layer
-_HINTS = _by_name({
+_HINTS = _by_name({  # of the functions
     _SCALE: "softmax_scale sm_scale",
     "use causal": "is_causal",
     "use log_decay, (H,), the negated slopes": "alibi_slopes slopes",

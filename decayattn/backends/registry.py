@@ -93,14 +93,10 @@ def loaded(name: str) -> Backend:
     return load(name)  # type: ignore[return-value]  # a cast would be a call more
 
 
-def unavailable(problem: AttentionProblem, name: str) -> str | None:
-    """Reason why the kernel backend cannot run for this problem's dtype on its device, or None."""
-    return _unavailable(name, problem.dtype, problem.device)
-
-
 # torch.compile cannot trace an import
 @assume_constant_result
 def _unavailable(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Reason why the kernel backend cannot run for this dtype on the device, or None."""
     backend = load(name)
     return backend if isinstance(backend, str) else backend.unavailable(dtype, device)
 
@@ -130,8 +126,9 @@ def select(problem: AttentionProblem, name: str) -> BackendName:
     if name == "auto":
         # on a CPU kernels run only in the interpreter, for debugging: that backend must be named
         candidates = AUTOMATIC if problem.device.type == "cuda" else ()
-        return name if any(unavailable(problem, kernel) is None for kernel in candidates) else "reference"
-    _refuse(name, unavailable(problem, name))
+        runs = any(_unavailable(kernel, problem.dtype, problem.device) is None for kernel in candidates)
+        return name if runs else "reference"
+    _refuse(name, _unavailable(name, problem.dtype, problem.device))
     return name
 
 
@@ -168,9 +165,9 @@ def resolve(problem: AttentionProblem, name: str, inputs: Inputs) -> str:
     """
     if name == "auto":
         for kernel in _profitable(problem):
-            if not _objection(problem, kernel, inputs):
+            if not objection(problem, kernel, inputs):
                 return kernel
-    _refuse(name, _objection(problem, name, inputs))
+    _refuse(name, objection(problem, name, inputs))
     return name
 
 
@@ -181,5 +178,6 @@ def _profitable(problem: AttentionProblem) -> list[str]:
     return [name for name, x in backends.items() if not isinstance(x, str) and x.is_profitable(problem)]
 
 
-def _objection(problem: AttentionProblem, name: str, inputs: Inputs) -> str | None:
-    return unavailable(problem, name) or loaded(name).unsupported(problem, inputs)
+def objection(problem: AttentionProblem, name: str, inputs: Inputs) -> str | None:
+    """Reason why the kernel backend does not take this problem with these very tensors, or None."""
+    return _unavailable(name, problem.dtype, problem.device) or loaded(name).unsupported(problem, inputs)

@@ -103,7 +103,7 @@ def choose(
         chosen = registry.resolve(problem, "auto", inputs)
     reasons = []
     for name in itertools.takewhile(lambda name: name != chosen, registry.AUTOMATIC):
-        reason = registry.unavailable(problem, name) or registry.loaded(name).unsupported(problem, inputs)
+        reason = registry.objection(problem, name, inputs)
         if reason is None and device.type == "cpu":
             reason = "on a CPU it can only be interpreted, which is for debugging"
         reasons.append(f"not {name}: {reason or 'it is slower for so few tokens'}")

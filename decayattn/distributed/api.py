@@ -305,9 +305,7 @@ def _checked_longest(q: Tensor, slices: Slices, cu_seqlens: Tensor | None, max_s
     return sum(slices.lengths) if max_seqlen is None else check_count("max_seqlen", max_seqlen)
 
 
-def _check_mode(
-    mode: ModeName, reach: int | None, q: Tensor, slices: Slices, only_heads: dict[str, Any], packed: bool
-) -> None:
+def _check_mode(mode: ModeName, reach: int | None, q: Tensor, slices: Slices, only_heads: dict, packed: bool) -> None:
     if mode not in MODES:
         raise ValueError(f"mode: expected 'halo' or 'heads', got {mode!r}")
     given = [name for name, x in only_heads.items() if name != "causal" and x is not None]

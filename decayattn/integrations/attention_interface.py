@@ -184,9 +184,7 @@ def _kind(mask_function: Callable) -> torch.dtype | None:
     return _WINDOW if both and len(parts) == 2 and any(windows) and any(causal) else None
 
 
-def _packed(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, kwargs: dict[str, Any], options: dict[str, Any]
-) -> Tensor:
+def _packed(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, kwargs: dict, options: dict) -> Tensor:
     """Attention of the packed sequences given by cu_seq_lens_q and cu_seq_lens_k."""
     if options.pop("bias") is not None:
         raise ValueError("position_bias: expected none with cu_seq_lens_q; pass a boolean mask (B, 1, T_q, T_k)")

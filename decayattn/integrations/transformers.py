@@ -331,7 +331,7 @@ class DecayBlock(modeling_layers.GradientCheckpointingLayer):
         eps = {"q_norm": config.qk_norm_eps, "k_norm": config.qk_norm_eps, "output_norm": config.rms_norm_eps}
         for name, norm in self.self_attn.named_children():
             if name in eps:
-                norm.eps = eps[name]
+                norm.eps = eps[name]  # type: ignore[assignment]
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DecayMLP(config)
 
@@ -530,21 +530,17 @@ class DecayForCausalLM(DecayPreTrainedModel, GenerationMixin):
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs) -> None:
         """Do nothing; the original counts positions for every model with position_ids in its forward."""
 
-    def _prepare_cache_for_generation(
-        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-    ):
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch_size, max_length):
         """Start `generate` with a DecayModelCache instead of a DynamicCache, if no cache is given."""
         if model_kwargs.get(_CACHE) is not None or generation_config.use_cache is False:
-            return super()._prepare_cache_for_generation(
-                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-            )
+            return super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_length)
         # "dynamic_full": in the first releases of transformers 5, assisted generation passes it
         if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
             raise ValueError(
                 "cache_implementation: expected None or 'dynamic', the cache of this model; "
                 f"got {generation_config.cache_implementation!r}"
             )
-        model_kwargs[_CACHE] = DecayModelCache(self.config, max_cache_length)
+        model_kwargs[_CACHE] = DecayModelCache(self.config, max_length)
 
 
 class DecayForSequenceClassification(modeling_layers.GenericForSequenceClassification, DecayPreTrainedModel):
@@ -562,11 +558,10 @@ class DecayForTokenClassification(modeling_layers.GenericForTokenClassification,
 _LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 # packed sequences, as transformers passes them to a model
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-_NO_WEIGHTS = "flash attention never has the attention weights"
 # Arguments that transformers and tools around it pass to any model: the value, besides None, that changes nothing here,
 # and the reason why any other raises
 _OF_EVERY_MODEL = {
-    "output_attentions": (False, _NO_WEIGHTS),
+    "output_attentions": (False, "flash attention never has the attention weights"),
     "output_router_logits": (False, "the model has no experts"),
     "is_causal": (True, "the model is causal"),
     "token_type_ids": (None, "the model has no segments; a tokenizer leaves them out with return_token_type_ids=False"),

@@ -302,7 +302,8 @@ class DecayFlashAttention(Spared):
         begin = self._check_arguments(x, given, others, unknown)
         cache, resets, log_decay, memory = given.cache, given.resets, given.log_decay, given.memory
         if (mesh := self.tensor_mesh) is not None:
-            x, memory, log_decay = (t if t is None else replicated(t, mesh) for t in (x, memory, log_decay))
+            x = replicated(x, mesh)
+            memory, log_decay = (None if t is None else replicated(t, mesh) for t in (memory, log_decay))
             log_decay = None if log_decay is None else log_decay.chunk(mesh.size(), -1)[mesh.get_local_rank()]
         padding: Tensor | None = None
         bounds: dict[str, Any] = {}
@@ -458,8 +459,7 @@ class DecayFlashAttention(Spared):
 
     def _check_memory(self, x: Tensor, given: _CallArguments, memory: Tensor) -> None:
         self._check_input("memory", memory, x.device)
-        if memory.shape[0] != x.shape[0]:
-            raise ValueError(f"memory: expected the batch size of x, {x.shape[0]}, got {memory.shape[0]}")
+        validation.check_same("memory", "batch size of x", x.shape[0], memory.shape[0])
         if memory.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"memory: expected the dtype of x, {x.dtype}, got {memory.dtype}")
         for name, value, remedy in (

@@ -22,6 +22,8 @@ _SLACK = 256
 # Last tokens of a layer with kv_shift that keep their unshifted keys and values: `crop` needs those of the then last
 # token. For heads of 64 channels they take the room of 64 more tokens.
 _UNSHIFTED = 64
+# tensors with a value per entry, and perhaps per head
+_STATE = ("first", "lengths", "dropped", "_moved", "_written", "_log_evicted")
 
 
 class DecayCache:
@@ -285,9 +287,7 @@ class DecayCache:
             if buffer is not None:
                 used = buffer[:, : self.longest]
                 used.copy_(used.index_select(0, index))
-        for state in (
-            self.first, self.lengths, self.dropped, self._moved, self._written, self._log_evicted, *self._unshifted
-        ):
+        for state in (*(getattr(self, name) for name in _STATE), *self._unshifted):
             state.copy_(state.index_select(0, index))
 
     def select(self, index: Tensor) -> None:
@@ -300,7 +300,7 @@ class DecayCache:
             raise ValueError(f"index: expected (N,) int32 or int64, got {index.dtype} {tuple(index.shape)}")
         index = index.to(self.lengths.device)
         with torch.inference_mode(False):
-            for name in ("keys", "values", "first", "lengths", "dropped", "_moved", "_written", "_log_evicted"):
+            for name in ("keys", "values", *_STATE):
                 setattr(self, name, getattr(self, name).index_select(0, index))
             self._unshifted = tuple(x.index_select(0, index) for x in self._unshifted)
             if self.alpha is not None:
@@ -485,8 +485,7 @@ class DecayCache:
                 wanted = f"({self.batch_size}, T, {self.num_kv_heads}, {dim})"
                 raise ValueError(f"{name}: expected the shape of the cache's tokens, {wanted}, got {tuple(x.shape)}")
         tokens = k.shape[1]
-        if v.shape[1] != tokens:
-            raise ValueError(f"v: expected the {tokens} tokens of k, got {v.shape[1]}")
+        validation.check_same("v", "number of tokens of k", tokens, v.shape[1])
         self._check_room("k", tokens)
         if log_decay is not None:
             check_tensor("log_decay", log_decay, device, "the cache")

@@ -275,9 +275,7 @@ def _anchor(scores: Tensor, factor: float, start: int, dtype: torch.dtype) -> Te
     return (anchor * multiple).to(dtype).double() / multiple
 
 
-def _online_softmax(
-    scores: Tensor, total: Tensor, anchor: Tensor, v: Tensor, rounded: Callable[[Tensor], Tensor]
-) -> Tensor:
+def _online_softmax(scores: Tensor, total: Tensor, anchor: Tensor, v: Tensor, rounded: Callable) -> Tensor:
     """P·V with P rounded relative to a number per row, which is divided out exactly."""
     seen = ~anchor.isneginf()
     anchor = torch.where(seen, anchor, 0.0)

@@ -160,7 +160,7 @@ def test_auto_takes_the_faster_backend(length, heads, dim, chosen, monkeypatch):
     if isinstance(hopper, str):
         pytest.skip(hopper)
     monkeypatch.setattr(launching, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(registry, "_objection", lambda *arguments: None)
+    monkeypatch.setattr(registry, "objection", lambda *arguments: None)
     q, v = torch.zeros(1, length, heads, 64), torch.zeros(1, length, heads, dim)
     inputs = Inputs(q, q, v, torch.zeros(heads), scale=0.125)
     asked_for = AttentionProblem.of(q, v, inputs.log_decay, None, True)

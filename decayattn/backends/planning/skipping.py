@@ -44,7 +44,7 @@ from decayattn.backends.tiles.scores import LOG2E
 from decayattn.backends.tiles.visibility import GRANULE, keys_seen
 from decayattn.problem import DECAY_BLOCK as _DECAY_BLOCK
 from decayattn.problem import GRANULE as _GRANULE
-from decayattn.problem import AttentionProblem, DecayPrefix
+from decayattn.problem import AttentionProblem, DecayPrefix, Inputs
 
 # With fewer rows or keys attention takes about as long as two launches, and with few rows the plan reads the keys
 # almost as often as attention does (not measured)
@@ -209,19 +209,15 @@ def last_granules(
     return last
 
 
-def visited_fraction(
-    problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor | None, scale: Tensor | float
-) -> Tensor:
-    """Fraction of tiles (GRANULE rows × DECAY_BLOCK keys) that the plan of a dense problem visits, (B, H).
-
-    It is relative to the tiles in which a row sees a key.
+def visited_fraction(problem: AttentionProblem, inputs: Inputs) -> Tensor:
+    """Tiles (GRANULE rows × DECAY_BLOCK keys) that the plan of a dense problem visits, over those with a visible key.
     """
-    shape = (problem.batch, problem.num_heads)
+    shape, (q, k, _, log_decay, *_) = (problem.batch, problem.num_heads), inputs
     if 0 in (*shape, problem.query_length, problem.key_length):
         return torch.ones(shape, device=q.device)
     scalar = problem.decay == "scalar"
     prefix = decay_prefix.build(problem, log_decay) if scalar else decay_prefix.allocate(problem, q)
-    first_block = plan(problem, q, k, log_decay, scale, prefix, None)
+    first_block = plan(problem, q, k, log_decay, inputs.any_scale, prefix, None)
     row = torch.arange(0, problem.query_length, _GRANULE, device=q.device)
     position = row + problem.first_position
     last_position = (row + _GRANULE).clamp(max=problem.query_length) - 1 + problem.first_position

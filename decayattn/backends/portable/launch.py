@@ -285,9 +285,7 @@ def _descriptor(
     return TensorDescriptor(tma.Memory(address, dtype), list(shape), tma.usable_strides(shape, strides), tile)
 
 
-def _tiled(
-    tile: TileConfig, sequences: Sequences | None, partial: tuple[Tensor, ...], *tensors: Tensor
-) -> Tiled:
+def _tiled(tile: TileConfig, sequences: Sequences | None, partial: tuple[Tensor, ...], *tensors: Tensor) -> Tiled:
     """Return q, k, v and perhaps dO as load_tile reads them through pointers.
 
     With descriptors, only `partial`: tensors of which a descriptor would read values beyond a sequence's end that must

@@ -11,9 +11,6 @@ from decayattn.backends.tiles.scores import LOG2E, decayed_score, visible
 from decayattn.backends.tiles.visibility import keys_seen
 from decayattn.problem import DecayPrefix
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Products that are added up over tiles
-
 
 @triton.jit
 def add_product(a, b, sums, PRECISION: tl.constexpr):
@@ -29,10 +26,6 @@ def add_product(a, b, sums, PRECISION: tl.constexpr):
     else:
         sums = tl.dot(a, b, sums, input_precision=PRECISION, out_dtype=sums.dtype)
     return sums
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Rows and the keys that they see
 
 
 @triton.jit
@@ -95,10 +88,6 @@ def load_scale(scale, row_scales, entry, head, first, row, ACCUMULATOR: tl.const
     return row_scale
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Tiles of tensors
-
-
 @triton.jit
 def load_tile(
     source, entry, head, first, start, length,
@@ -149,10 +138,6 @@ def _pointers(tensor, entry, head, token, TOKENS: tl.constexpr, WIDTH: tl.conste
     return corner + row.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[3], row, column
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Tiles of scores
-
-
 @triton.jit
 def scores_of_rows(
     queries, scale2, k_source, kv_head, start, work, decay, bias,
@@ -182,10 +167,6 @@ def scores_of_rows(
     if PARTIAL:
         score = tl.where(visible(key[None, :], queries.first[:, None], queries.end[:, None]), score, float("-inf"))
     return score, difference, k
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Tiles of a bias
 
 
 @triton.jit

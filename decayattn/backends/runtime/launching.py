@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import JITFunction
 
 from decayattn import compatibility
 
@@ -74,9 +75,7 @@ class DirectLaunch(NamedTuple):
         self.run(programs, 1, 1, stream, self.function, self.metadata, None, None, None, *args, *self.rest)
 
     @classmethod
-    def of(
-        cls, kernel: triton.runtime.JITFunction, compiled: Any, args: tuple, constants: dict[str, Any]
-    ) -> "DirectLaunch":
+    def of(cls, kernel: JITFunction, compiled: Any, args: tuple, constants: dict[str, Any]) -> "DirectLaunch":
         # a compiled kernel is launched with all parameters in order, including those for which it was compiled
         given = {parameter.name: parameter.default for parameter in kernel.params if parameter.has_default} | constants
         rest = tuple(given[name] for name in kernel.arg_names[len(args) :])
@@ -97,7 +96,7 @@ def check_launches(run: Callable) -> None:
 check_launches(triton.runtime.JITFunction.run)
 
 
-def uncached(kernel: triton.runtime.JITFunction, programs: int, *args: Any, **constants: Any) -> Any:
+def uncached(kernel: JITFunction, programs: int, *args: Any, **constants: Any) -> Any:
     """Launch through Triton. Return the compiled kernel, or None from the interpreter, which compiles nothing."""
     compiled = kernel[(programs,)](*args, **constants)
     if compiled is not None:
@@ -140,7 +139,7 @@ class _Remembering:
         self.device = device.index
         self.known: dict[tuple, DirectLaunch] = {}
 
-    def __call__(self, kernel: triton.runtime.JITFunction, programs: int, *args: Any, **constants: Any) -> None:
+    def __call__(self, kernel: JITFunction, programs: int, *args: Any, **constants: Any) -> None:
         key = (kernel.fn, programs, *constants.values())
         direct = self.known.get(key)
         if direct is None:
