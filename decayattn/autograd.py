@@ -72,12 +72,7 @@ def attention(
 
 def _is_observed(tensors: Iterable[Tensor]) -> bool:
     """True if operators must be visible: to a tracer, a dispatch mode, a torch.func transform, or a Tensor subclass."""
-    return (
-        torch.compiler.is_compiling()
-        or compatibility.has_observers()
-        or torch.jit.is_tracing()
-        or not _PLAIN.issuperset(map(type, tensors))
-    )
+    return compatibility.has_observers() or not _PLAIN.issuperset(map(type, tensors))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

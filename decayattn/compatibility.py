@@ -63,8 +63,8 @@ def _observers() -> tuple[Callable[[], int], Callable[[], bool]]:
 
 
 def has_observers() -> bool:
-    """True if a dispatch mode or a torch.func transform sees operators, or if unknown: operators are always correct."""
-    if _observers is None:
+    """True if a tracer, a dispatch mode or a transform of torch.func sees operators, or if that is unknown."""
+    if torch.compiler.is_compiling() or _observers is None or torch.jit.is_tracing():
         return True
     modes, transforms = _observers
     return modes() > 0 or transforms()

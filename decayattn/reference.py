@@ -124,13 +124,11 @@ def _entries(pages: Tensor, block_table: Tensor) -> Tensor:
 def evict(cache: CacheBuffers, alpha: Tensor, log_tolerance: float, score_bound: Tensor) -> Tensor:
     """Hide the oldest tokens of every head from all later rows, as many as a bound on the loss allows.
 
-    With |s q·k| ≤ S, a row i that sees itself loses at most exp(2 S + α_i) Σ_evicted exp(−α_j) of its probability.
-
     Args:
         cache: the buffers; its first and log_evicted (log Σ_evicted exp(−α_j)) are written in place.
         alpha: (B or 1, T, H) float64, of the T tokens that the longest entry holds.
         log_tolerance: upper limit of the log of the bound.
-        score_bound: (H,), S.
+        score_bound: (H,), S of DecayCache.evict, which has the formula.
 
     Returns:
         (B, H) float64, the log of the bound for the newest row of every entry.
@@ -273,12 +271,7 @@ def row_weights(
 
 def _is_traced(inputs: Inputs) -> bool:
     """True if a tracer, a dispatch mode, a transform of torch.func or a tangent sees the operations."""
-    return (
-        torch.compiler.is_compiling()
-        or compatibility.has_observers()
-        or torch.jit.is_tracing()
-        or compatibility.has_tangent(x for x in inputs if isinstance(x, Tensor))
-    )
+    return compatibility.has_observers() or compatibility.has_tangent(x for x in inputs if isinstance(x, Tensor))
 
 
 class _Recomputed(torch.autograd.Function):

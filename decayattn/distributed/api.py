@@ -55,7 +55,7 @@ def context_parallel_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""decay_attention of sequences that are cut into consecutive slices of tokens, one for each rank of a group.
 
-    Rank r has T_r tokens and gets its own rows of decay_attention over all T = ΣT_r tokens. There are two modes:
+    Rank r has T_r tokens and gets its own rows of decay_attention over all T = ΣT_r tokens, in one of two modes:
 
     "halo": every rank keeps its queries and fetches the keys before its slice that matter to any of its rows. The bound
     of skip_tolerance selects them before any key is sent: a strong decay sends a few hundred tokens of a head, no decay

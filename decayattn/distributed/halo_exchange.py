@@ -24,7 +24,7 @@ def fetch_halo(plan: HaloPlan, parts: Parts, tokens: int, check: OptionCheck) ->
 
     Heads that fetch less than others have zeros before their first key, and a reset there that hides these.
     """
-    rows = _pack(plan, parts, plan.rows_of_exchange[0])
+    rows = pack([x[plan.rows_of_exchange[0]] for x in _by_kv_head(plan, parts)])
     check.compare()
     received, _ = all_to_all(rows, plan.send, plan.receive, plan.slices.group)
     return _extend(plan, received, parts, tokens)
@@ -33,7 +33,7 @@ def fetch_halo(plan: HaloPlan, parts: Parts, tokens: int, check: OptionCheck) ->
 def return_gradients(plan: HaloPlan, grads: Parts) -> tuple[Tensor, Any]:
     """Start to send the halo's gradients, on the axis of halo and slice, to their owners. Return the gradients that
     other ranks send to this one, and the work to wait for."""
-    rows = _pack(plan, grads, plan.rows_of_exchange[1])
+    rows = pack([x[plan.rows_of_exchange[1]] for x in _by_kv_head(plan, grads)])
     return all_to_all(rows, plan.receive, plan.send, plan.slices.group, async_op=True)
 
 
@@ -54,11 +54,6 @@ def add_returned(
             total[entry, token - begin, head] += of_rank
         x[:, begin:] = total
     return list(totals)
-
-
-def _pack(plan: HaloPlan, parts: Parts, index: tuple[Tensor, ...]) -> Tensor:
-    """Rows (rows, ·) of the parts."""
-    return pack([x[index] for x in _by_kv_head(plan, parts)])
 
 
 def _extend(plan: HaloPlan, rows: Tensor, parts: Parts, tokens: int) -> list[Tensor | None]:

@@ -86,8 +86,8 @@ class DecayConfig(PreTrainedConfig):
         qk_norm_eps: of the norms of queries and keys.
         max_position_embeddings: the intended length of sequences, for other tools; it has no effect here.
         kwargs: transformers' own options, among them num_labels, classifier_dropout (0.1) and token_classification_bias
-            (True), and your own keys, which are stored and have no effect. Misspelled options raise, and so do options
-            of other architectures unless their value changes nothing: None, False, 0, hidden_act="silu".
+            (True), and your own keys, which have no effect. Misspelled options raise, and so do options of other
+            architectures unless their value changes nothing: None, False, 0, hidden_act="silu".
 
     Raises:
         TypeError, ValueError: for every bad value, by name.
@@ -412,10 +412,10 @@ class DecayModel(DecayPreTrainedModel):
                 position starts a sequence. Finding these starts synchronises with the device.
             cache: the earlier tokens; the new ones are added. Only under torch.no_grad(). transformers calls it
                 past_key_values before 5.24. Both names work; the output has the name of the release.
-            use_cache: start a cache if none is given. Default config.use_cache, but False if gradients are recorded (a
-                cache has none), for packed sequences (no token follows them), and without rows.
+            use_cache: start a cache if none is given. Default config.use_cache, but False if gradients are recorded,
+                for packed sequences, and without rows.
             output_hidden_states: also return hidden_states, (B, T, hidden_size) before the first layer and after every
-                layer; the last one is after the norm.
+                layer, the last one after the norm.
             cu_seq_lens_q, max_length_q: packed sequences, in kwargs, as DataCollatorWithFlattening returns them with
                 return_flash_attn_kwargs=True: input_ids (1, total), where sequence n is the tokens cu_seq_lens_q[n] ≤ t
                 < cu_seq_lens_q[n + 1]. max_length_q is an upper bound on the lengths (default total). If it is a

@@ -9,18 +9,7 @@ from decayattn.nn.rotary import Rotary
 from decayattn.nn.training import parameter_groups, record_half_lives
 
 __all__ = [
-    "CapturedStep",
-    "ConstantDecay",
-    "Decay",
-    "DecayCache",
-    "DecayFlashAttention",
-    "Rotary",
-    "ScalarDecay",
-    "alibi_log_decay",
-    "fully_shard_attention",
-    "half_life",
-    "parameter_groups",
-    "record_half_lives",
-    "retnet_log_decay",
-    "tensor_parallel_plan",
+    "CapturedStep", "ConstantDecay", "Decay", "DecayCache", "DecayFlashAttention", "Rotary", "ScalarDecay",
+    "alibi_log_decay", "fully_shard_attention", "half_life", "parameter_groups", "record_half_lives",
+    "retnet_log_decay", "tensor_parallel_plan",
 ]

@@ -23,10 +23,8 @@ class CapturedStep:
     Inputs and outputs are in memory that the next call overwrites: clone outputs to keep them. Shapes are those of the
     capture; the lengths of the entries are on the device and change. `evict`, `crop`, `reorder` and longer calls
     between two steps are allowed. A cache that was emptied or reallocated (`reset`, `grow`, `select`) raises. Launches
-    are sized for full buffers. The rest of the function follows the rules of CUDA graphs: no synchronisation and no new
-    shapes. Random numbers of the default generator continue from replay to replay.
-
-    On a CPU, which has no graphs, a step calls the function.
+    are sized for full buffers. The function follows the rules of CUDA graphs: no synchronisation and no new shapes.
+    Random numbers of the default generator continue. On a CPU, which has no graphs, a step calls the function.
 
     Args:
         function: called as function(*inputs). Every call appends the same number of tokens to a cache, up to 128 with a

@@ -147,11 +147,9 @@ class ScalarDecay(Decay):
     logarithm, and head 0 has the shortest. With a zero weight the half-lives are the requested ones at any scale of x.
     The weight learns from the first step on, because its gradient is x times that of the gate's logit.
 
-    Weight decay must spare both parameters: it pulls the biases to 0, and a gate with a bias of 0 has a half-life of
-    one token. decayattn.nn.parameter_groups returns an optimiser's groups that do so.
-
-    Mixed precision rounds the parameters that it casts, and forward then raises. With FSDP2's MixedPrecisionPolicy,
-    decayattn.nn.fully_shard_attention leaves decays out of the policy; its docstring has the way for FSDP1.
+    decayattn.nn.parameter_groups spares both parameters of weight decay, which would pull the biases to 0, a half-life
+    of one token. Mixed precision rounds the parameters that it casts, and forward then raises: see
+    decayattn.nn.fully_shard_attention.
 
     Args:
         embed_dim: width of x.
@@ -221,9 +219,8 @@ class ConstantDecay(Decay):
     factor, so slow and fast heads learn alike, and no step turns decay into growth. A head that starts with growth (a
     value above 0) keeps growing. 0 has no logarithm and raises.
 
-    Weight decay must spare log_rate: it pulls every head to γ = ±1, a half-life of 0.7 tokens. For example, learned
-    ALiBi starts with half-lives of 1.4 to 177 tokens. 20,000 steps of AdamW without a gradient, at a learning rate of
-    1e-3 and a weight decay of 0.1, leave 0.8 to 1.5. decayattn.nn.parameter_groups returns groups that spare it.
+    decayattn.nn.parameter_groups spares log_rate of weight decay, which would pull every head to γ = ±1, a half-life of
+    0.7 tokens.
 
     A slice of the heads, as in tensor parallelism, is a slice of the values for all heads:
     `ConstantDecay.from_values(alibi_log_decay(32)[8:16])`.

@@ -14,9 +14,9 @@ def fully_shard_attention(module: nn.Module, **options: Any) -> None:
     """Shard every DecayFlashAttention in the module by torch's fully_shard, with per-head parameters in float32.
 
     FSDP2's MixedPrecisionPolicy(param_dtype=torch.bfloat16) rounds every parameter that it gathers. A rounded decay
-    raises, because its errors add up over tokens, and the gradient of a rounded sink is off by 3 %. Here the policy
-    applies only to the projections. decay, sink, log_scale and the gains of norms are gathered and reduced in their
-    stored dtype. Without a policy a layer is one group, unless its decay or position module has another dtype.
+    raises, and the gradient of a rounded sink is off by 3 %. Here the policy applies only to the projections; all
+    others keep their stored dtype. Without a policy a layer is one group, unless its decay or position module has
+    another dtype.
 
     Call it before the fully_shard of the modules around the layer, as FSDP2 shards the innermost first::
 
@@ -28,9 +28,8 @@ def fully_shard_attention(module: nn.Module, **options: Any) -> None:
     Names in the state dict do not change. If several layers share a decay or a position module, shard it first and
     separately: `fully_shard(decay, mesh=mesh)`.
 
-    FSDP1 (FullyShardedDataParallel) flattens a block into one tensor of one dtype. There, use a policy that wraps each
-    decay separately, without mixed precision. For a decay module that does not derive from `Decay`, add its class to
-    the condition::
+    FSDP1 (FullyShardedDataParallel) flattens a block into one tensor of one dtype. There, wrap each decay separately,
+    without mixed precision. For a decay module that does not derive from `Decay`, add its class to the condition::
 
         from torch.distributed.fsdp.wrap import CustomPolicy
 
@@ -92,9 +91,9 @@ def tensor_parallel_plan(module: nn.Module) -> "dict[str, ParallelStyle]":
     kinds as one list, the default on GPUs. If a gradient of theirs is a sum in no fixed order, for example an
     embedding's, average it over the ranks; otherwise the copies drift apart.
 
-    The plan is a dict that can be changed and extended. `plan["attention.out_proj"] =
-    RowwiseParallel(output_layouts=Shard(1))` returns y sharded along the sequence, for norms that are sharded so.
-    PartwiseParallel is for other projections that hold several matrices, for example a SwiGLU's.
+    The plan is a dict that can be changed: `plan["attention.out_proj"] = RowwiseParallel(output_layouts=Shard(1))`
+    returns y sharded along the sequence. PartwiseParallel is for other projections that hold several matrices, such as
+    a SwiGLU's.
 
     Args:
         module: a DecayFlashAttention, or a module that contains at least one.

@@ -44,7 +44,7 @@ class PartwiseParallel(ParallelStyle):
         for size in self.sizes:
             if size % device_mesh.size():
                 raise ValueError(f"sizes: expected multiples of the {device_mesh.size()} ranks, got {self.sizes}")
-        parts = {name: _parts(parameter, self.sizes) for name, parameter in module.named_parameters()}
+        parts = {name: parameter.detach().split([*self.sizes]) for name, parameter in module.named_parameters()}
         zero_bias = isinstance(module, Linear)
         module.__class__ = PartwiseLinear
         assert isinstance(module, PartwiseLinear)
@@ -54,7 +54,7 @@ class PartwiseParallel(ParallelStyle):
             requires_grad = module._parameters[name].requires_grad  # type: ignore[union-attr]
             del module._parameters[name]
             for index, value in enumerate(values):
-                part = _distribute(value.detach(), device_mesh, Shard(0))
+                part = _distribute(value, device_mesh, Shard(0))
                 module.register_parameter(f"{name}_{index}", nn.Parameter(part, requires_grad))
         return module
 
@@ -149,7 +149,7 @@ class PartwiseLinear(nn.Linear):
                 error_msgs.append(f"size mismatch for {prefix}{name}: {tuple(value.shape)} here, expected {shape}")
                 continue
             with torch.no_grad():
-                for index, part in enumerate(_parts(value, self.sizes)):
+                for index, part in enumerate(value.split([*self.sizes])):
                     parameter: Any = self._parameters[f"{name}_{index}"]
                     parameter.copy_(_distribute(part, parameter.device_mesh, *parameter.placements))
 
@@ -169,15 +169,16 @@ class HeadwiseParallel(ParallelStyle):
         if not isinstance(module.decay, ScalarDecay | ConstantDecay | None):
             raise ValueError(f"decay: expected ScalarDecay, ConstantDecay or none, got {type(module.decay).__name__}")
         PartwiseParallel(module.split_sizes, sum_gradient=False)._apply(module.in_proj, device_mesh)
-        for owner, names in ((module, ("sink", "log_scale")), (module.decay, _tensors_of(module.decay))):
-            for name in names:
-                _replace(owner, name, device_mesh, Shard(0))
+        of_heads: list[tuple[nn.Module, str]] = [(module, "sink"), (module, "log_scale")]
+        if (decay := module.decay) is not None:
+            of_heads += [(decay, name) for name in (*decay._parameters, *decay._buffers)]
+            decay.tensor_mesh = device_mesh
+        for owner, name in of_heads:
+            _replace(owner, name, device_mesh, Shard(0))
         for norm in (module.q_norm, module.k_norm, module.output_norm):
             if norm is not None:
                 _replace(norm, "weight", device_mesh, Replicate() if norm.is_shared else Shard(0))
                 norm.tensor_mesh = device_mesh
-        if module.decay is not None:
-            module.decay.tensor_mesh = device_mesh
         module.num_heads //= ranks
         module.num_kv_heads //= ranks
         module.split_sizes = tuple(size // ranks for size in module.split_sizes)
@@ -190,16 +191,7 @@ def fuse(parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([whole(part) for part in parts])
 
 
-def _parts(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    return list(tensor.detach().split(list(sizes)))
-
-
-def _tensors_of(module: nn.Module | None) -> list[str]:
-    """Names of a module's parameters and buffers."""
-    return [] if module is None else [*module._parameters, *module._buffers]
-
-
-def _replace(owner: nn.Module | None, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+def _replace(owner: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
     """Make a parameter or buffer a DTensor; None stays None."""
     value = getattr(owner, name)
     if value is None:

@@ -14,10 +14,9 @@ Three evaluations of the same problem decide, per tensor and head, in the Froben
 eps(accumulator) is float32's. For float64 inputs the oracle is no more exact than the tested results, so eps is
 float64's and A is multiplied by 1 + max |S|: exp turns an absolute error of eps·|S| in a score into a relative one.
 
-A norm with few independent entries makes one rounding a matter of chance: a constant decay's gradient is one value per
-head. So ‖eager − x64‖ is the largest of up to 16 roundings of the same values (`DRAWS`), each in its own way that a
-kernel may round (`explicit_attention`). A result that exceeds its budget by less than a factor of 2 gets 64 roundings
-(`MORE_DRAWS`). Nothing is tuned by hand, and nothing needs Triton.
+One rounding of a few independent entries, such as the gradient of a constant decay, is a matter of chance. So ‖eager −
+x64‖ is the largest of up to 16 roundings of the same values (`DRAWS`), each as a kernel may round, and of 64
+(`MORE_DRAWS`) for a result that exceeds its budget by less than a factor of 2. Nothing is tuned by hand.
 
 The verdict of a comparison is "ok", "wrong", or "cannot tell": the budget is no smaller than the result, so zeros would
 pass. Results that are 0 by contract must be exactly 0: the gradients of a first λ and of a reset, of rows that see no
@@ -39,12 +38,6 @@ from decayattn.testing.models import GradientRow, compare_model_gradients
 from decayattn.testing.table import format_table
 
 __all__ = [
-    "Comparison",
-    "GradientRow",
-    "assert_within_budget",
-    "compare_model_gradients",
-    "explicit_attention",
-    "format_table",
-    "verify_attention",
-    "verify_attention_varlen",
+    "Comparison", "GradientRow", "assert_within_budget", "compare_model_gradients", "explicit_attention",
+    "format_table", "verify_attention", "verify_attention_varlen",
 ]

@@ -11,14 +11,12 @@ from decayattn.problem import AttentionProblem, BackendName, without_autocast
 from decayattn.testing.call import Arguments, Call, Comparison, bounds_of
 from decayattn.testing.table import Row, format_table
 
-# Factors of the eager evaluations. The output gradients (or the loss), the scores and P before its rounding are
-# multiplied by a factor, which is divided out at the end: the same values, rounded differently. Every factor also adds
-# in another order (see explicit_attention). A normal error of one number exceeds twice another one in 3 of 10 cases,
-# and twice the largest of 16 in 1 of 1000.
+# Factors of the eager evaluations: they multiply the output gradients (or the loss), the scores and P before its
+# rounding, and are divided out at the end. Every factor also adds in another order (see explicit_attention). A normal
+# error of one number exceeds twice another one in 3 of 10 cases, and twice the largest of 16 in 1 of 1000.
 DRAWS = tuple(2.0 ** (draw / 16) for draw in range(16))  # 1 first; the others have long mantissas: all is rounded
 
-# A call has several such numbers, and a test suite thousands. A result that exceeds its budget from DRAWS by less than
-# a factor of CHANCE is compared with four times as many roundings; a larger excess is not due to chance
+# For a result that exceeds its budget from DRAWS by less than a factor of CHANCE; a larger excess is not due to chance
 MORE_DRAWS = tuple(2.0 ** (draw / 64) for draw in range(64) if draw % 4)
 CHANCE = 2.0
 # seed of the default output gradients. Callers draw q after manual_seed(0): with that seed here, grad_out would equal q
@@ -94,13 +92,12 @@ def verify_attention(
 ) -> list[Comparison]:
     """Run decay_attention forward and backward on these inputs, and compare every result with the error budget.
 
-    Autocast is off meanwhile, and gradients are on. Judge formulas in float32, or in float16 if a kernel takes only 16
-    bits: in bfloat16 an error of 1 % in one head's dk or dq passes (`decayattn.testing` has a table).
+    Autocast is off meanwhile, and gradients are on. `decayattn.testing` lists the smallest errors that each dtype
+    shows.
 
     Args:
         q, k, v, log_decay, options: as in decay_attention; strided views stay strided. Rows and tokens outside of the
-            sequences are judged separately: for any contents, their results must be exactly those that decay_attention
-            promises.
+            sequences are judged separately: for any contents, their results must be exactly those promised.
         grad_out, grad_lse: gradients of out (B, T_q, H, D_v) and lse (B, H, T_q); expanded ones stay expanded. Default:
             normal random numbers, the same in every call.
         heads: (batch entry, query head) pairs to judge, for problems too big to judge whole. The output gradients of

@@ -56,7 +56,7 @@ def explicit_attention(
         factor: the scores and P are rounded as multiples by this factor, as kernels hold scores as multiples by log2 e.
             Every factor but 1 also has its own order of the products of a score. Above 16 bits it has its own order of
             the keys in P·V and in the sum of P, and of the rows in dv. For 16 bits it has its own `_anchor`,
-            `_products_cut_off`, `_p_in_ds` and `_out_in_delta`.
+            `_products_cut_off` and `_out_in_delta`, and half of the factors round P for dS.
         absolute: every term enters with its absolute value, so no sum cancels. P is the true P. A result is 0 only
             where nothing is summed; that of λ only where its gradient is 0 by contract.
         prefix_block: tokens of a block. With absolute, the decay of a score counts as the difference of two prefixes
@@ -93,7 +93,9 @@ def explicit_attention(
     if absolute:
         result["score_size"] = q.new_zeros(heads) if sink is None else _size_of_sink(sink)
 
-    for chunk in row_chunks(heads * keys, rows):
+    step = max(1, SCORES_AT_ONCE // max(1, heads * keys))
+    for start in range(0, max(1, rows), step):  # at least once, because there is always a result
+        chunk = slice(start, min(start + step, rows))
         i, s, qi = position[chunk], row_scale[:, chunk], q[:, chunk]
         visible = _visible(log_decay, causal, window, i, j)
         decay, added = _decay_term(log_decay, i, j), q.new_zeros(())
@@ -165,7 +167,7 @@ def explicit_attention(
             result["dsink"] += size(p_sink * -delta).sum(-1)
         dp = do @ size(v).mT
         # masked before rounding: dLSE may be anything in a row without a visible key
-        p_in_ds = _p_in_ds(p, p_rounded, factor) if online else p
+        p_in_ds = p_rounded / factor if online and _draw(factor) // 32 % 2 == 1 else p
         ds = torch.where(visible, p_in_ds * minus(dp, delta[..., None]), 0.0)
         if "dbias" in result:
             result["dbias"][:, chunk] = ds
@@ -221,13 +223,9 @@ def _products(q: Tensor, k: Tensor, factor: float) -> Tensor:
         return q @ k.mT
     random = _generator(factor)
     first, second = (_added_up(q, k.mT, random, 1) for _ in range(2))
-    return torch.where(_of_second_order(q.shape[1], k.shape[1], random).to(q.device), second, first)
-
-
-def _of_second_order(rows: int, keys: int, random: torch.Generator) -> Tensor:
-    """True for half of the scores (rows, keys), at different keys in each row and at different rows in each column."""
-    of_row, of_key = (torch.rand(n, generator=random, device="cpu") < 0.5 for n in (rows, keys))
-    return of_row[:, None] ^ of_key
+    # half of the scores, at different keys in each row and at different rows in each column
+    of_row, of_key = (torch.rand(x.shape[1], generator=random, device="cpu").to(x.device) < 0.5 for x in (q, k))
+    return torch.where(of_row[:, None] ^ of_key, second, first)
 
 
 def _products_cut_off(q: Tensor, k: Tensor) -> Tensor:
@@ -292,11 +290,6 @@ def _out_in_delta(out: Tensor, rounded: Callable[[Tensor], Tensor], factor: floa
     return rounded(out * multiple) / multiple
 
 
-def _p_in_ds(p: Tensor, p_rounded: Tensor, factor: float) -> Tensor:
-    """P for dS: rounded for half of the factors."""
-    return p_rounded / factor if _draw(factor) // 32 % 2 == 1 else p
-
-
 def _generator(factor: float) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(round(factor * 2**20))
 
@@ -355,12 +348,6 @@ def _rows_on_keys(ds: Tensor, i: Tensor, minus: bool = False) -> Tensor:
     columns = ds.sum(1).double()
     on_keys = i >= 0  # the other rows see no key
     return (-columns if minus else columns).index_add_(1, i[on_keys], ds[:, on_keys].sum(-1).double())
-
-
-def row_chunks(scores_per_row: int, rows: int) -> list[slice]:
-    """Slices of rows; at least one, because there is always a result."""
-    step = max(1, SCORES_AT_ONCE // max(1, scores_per_row))
-    return [slice(start, min(start + step, rows)) for start in range(0, max(1, rows), step)]
 
 
 def _identity(x: Tensor) -> Tensor:

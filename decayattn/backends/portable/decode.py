@@ -87,13 +87,10 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Implement reference.decode by two launches; the caller has checked the arguments.
 
-    T_q is any number, meant to be small: row r is at position lengths − T_q + r, and rows at negative positions see
-    nothing. Nothing is read beyond an entry's length; longest only sizes the launch. lengths and first are int32.
-    Tensors may have any strides; alpha is read fastest if the tokens of a head are consecutive in memory.
-
-    Returns:
-        out (B, T_q, H, D_v) in the dtype of q, and lse (B, H, T_q) in float32 (float64 for float64 inputs). A row that
-        sees no key has out 0 and lse −inf, with or without a sink.
+    Row r is at position lengths − T_q + r, and rows at negative positions see nothing. Nothing is read beyond an
+    entry's length; longest only sizes the launch. lengths and first are int32. Tensors may have any strides; alpha is
+    read fastest if the tokens of a head are consecutive in memory. A row that sees no key has out 0 and lse −inf, with
+    or without a sink.
     """
     q, keys, values, log_decay, row_scale = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.row_scale
     batch, query_length, heads, head_dim = q.shape
