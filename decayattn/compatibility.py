@@ -92,10 +92,7 @@ def _modes() -> Callable[[], list]:
 
 
 def count_flops(formulas: dict[Any, Callable[..., int]]) -> None:
-    """Register FLOP formulas of operators with PyTorch's counter, if it is imported. (Its import would import Triton.)
-
-    A counter copies the formulas when it is made, so active counters receive them too.
-    """
+    """Register FLOP formulas of operators with PyTorch's counter, if it is imported, and with its active counters."""
     counter = sys.modules.get("torch.utils.flop_counter")
     if counter is None:
         return
@@ -148,10 +145,7 @@ def _wrappers() -> tuple[Callable[[Tensor], bool], Callable[[Tensor], Tensor]]:
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Assert in the kernels' stream, without a synchronisation. torch.compile and CUDA graphs keep the assertion.
-
-    A CPU raises a RuntimeError at once. A GPU fails as after an index out of range.
-    """
+    """Assert in the kernels' stream, also compiled or in a CUDA graph, without synchronising. A CPU raises at once."""
     if _assertion is not None:
         _assertion(condition, message)
     elif not condition:

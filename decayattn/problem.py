@@ -88,10 +88,7 @@ class AttentionProblem(NamedTuple):
         bias: Tensor | None = None,
         skip_tolerance: float = 0.0,
     ) -> "AttentionProblem":
-        """The problem of arguments that are already checked and brought to their full shapes.
-
-        longest is (longest_query, longest_key) if the sequences of `bounds` are packed.
-        """
+        """Problem of checked arguments in full shapes. longest: (longest_query, longest_key) of packed `bounds`."""
         batch, query_length, num_heads, head_dim = q.shape
         _, key_length, num_kv_heads, value_dim = v.shape
         decay: DecayName = "none" if log_decay is None else "constant" if log_decay.ndim == 1 else "scalar"

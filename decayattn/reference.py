@@ -31,10 +31,7 @@ SCORES_AT_ONCE = 2**22
 
 
 class CacheBuffers(NamedTuple):
-    """Buffers of a cache of keys and values; DecayCache documents each.
-
-    With a block table, the tokens of an entry are in pages: keys, values and alpha are (pages, page, ·, ·).
-    """
+    """Buffers of a cache; DecayCache documents each. With a block table, keys, values, alpha are (pages, page, ·)."""
 
     keys: Tensor  # (B, max_length, H_kv, D)
     values: Tensor  # (B, max_length, H_kv, D_v)
@@ -275,10 +272,7 @@ def _is_traced(inputs: Inputs) -> bool:
 
 
 class _Recomputed(torch.autograd.Function):
-    """Function of tensors (or None) that the backward recomputes instead of saving intermediates.
-
-    torch.utils.checkpoint does the same, but imports torch._dynamo and Triton at its first call.
-    """
+    """Function that the backward recomputes; torch.utils.checkpoint would import torch._dynamo and Triton."""
 
     @staticmethod
     def forward(ctx, function: Callable[..., tuple[Tensor, ...]], *tensors):
@@ -359,10 +353,7 @@ def _attend_cut(
     problem: AttentionProblem, inputs: Inputs, bounds: Tensor, entry: Tensor, longest_query: int, longest_key: int,
     first: tuple[int, int] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Some sequences of `_attend_sequences`: (batch entry, row, out (·, H, D_v), lse (·, H)) of all their rows.
-
-    Rows past the end of a sequence get the row T_q.
-    """
+    """(batch entry, row, out (·, H, D_v), lse (·, H)) of some sequences; rows past the end of one have the row T_q."""
     first_row, num_rows, first_key, num_keys = bounds.long().T[..., None]  # each (sequences, 1)
     row = torch.arange(longest_query, device=problem.device)
     key = torch.arange(longest_key, device=problem.device)
@@ -446,10 +437,7 @@ def visible_pairs(
 
 
 def masked_softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights, their sum (·, 1) to divide by, and the logsumexp of the visible scores over the last dimension.
-
-    A row without a visible key has weights 0, sum 1 and logsumexp −inf. It passes no gradient.
-    """
+    """Weights, their sum (·, 1) and the logsumexp of visible scores; without any 0, 1 and −inf, without gradient."""
     scores = torch.where(visible, scores, -torch.inf)
     # the softmax does not depend on the maximum, so neither does any derivative: it is constant here
     maximum = scores.detach().amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)

@@ -1,7 +1,4 @@
-"""Checks of arguments: every bad one raises by name before anything is computed.
-
-Keywords of other libraries raise with a hint to ours.
-"""
+"""Checks of arguments: every bad one raises by name first. Keywords of other libraries raise with a hint to ours."""
 
 import difflib
 import inspect

@@ -159,10 +159,7 @@ def _decoding() -> tuple[str, ...]:
 
 
 def resolve(problem: AttentionProblem, name: str, inputs: Inputs) -> str:
-    """Return the kernel backend that launches: the named one, or for "auto" the first suitable one.
-
-    A suitable backend is profitable and takes these very tensors. A named backend that does not take them raises.
-    """
+    """Return the named kernel backend, if it takes these tensors, or for "auto" the first profitable one that does."""
     if name == "auto":
         for kernel in _profitable(problem):
             if not objection(problem, kernel, inputs):

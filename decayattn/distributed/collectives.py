@@ -115,10 +115,7 @@ def all_to_all(
 
 
 def pack(parts: Sequence[Tensor], multiple: int = 1) -> Tensor:
-    """Tensors (..., ·) joined on the last axis in the dtype of the first, padded to a multiple of bytes.
-
-    Bits of a tensor with a wider dtype become several values; one with a narrower dtype is converted without loss.
-    """
+    """Join tensors (..., ·) on the last axis in the first's dtype, wider ones as bits, padded to `multiple` bytes."""
     carrier = parts[0].dtype
 
     def carried(x: Tensor) -> Tensor:

@@ -216,11 +216,7 @@ def _near(inputs: Inputs, extended: Sequence[Any], settings: Settings) -> Call:
 
 
 def _near_rows(plan: HaloPlan, multiple: int) -> int:
-    """Number of this rank's near rows, which include its rows that see the halo.
-
-    They are the smallest part of the slice, in a multiple, that is enough on every rank: all ranks then reach the
-    exchange at the same time.
-    """
+    """Near rows: the least part of the slice, in a multiple, that is enough on all ranks: they exchange at once."""
     lengths, rank = plan.slices.lengths, plan.slices.rank
     for part in _PARTS:
         rows = [length // part // multiple * multiple for length in lengths]

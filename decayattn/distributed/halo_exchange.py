@@ -20,10 +20,7 @@ Parts = Sequence[Tensor | None]
 
 
 def fetch_halo(plan: HaloPlan, parts: Parts, tokens: int, check: OptionCheck) -> list[Tensor | None]:
-    """Halo from other ranks, and first tokens of each part of a slice. The check of options comes before the exchange.
-
-    Heads that fetch less than others have zeros before their first key, and a reset there that hides these.
-    """
+    """Halo (zeros, hidden by a reset, before a head's first key) and first tokens of each part, after the check."""
     rows = pack([x[plan.rows_of_exchange[0]] for x in _by_kv_head(plan, parts)])
     check.compare()
     received, _ = all_to_all(rows, plan.send, plan.receive, plan.slices.group)

@@ -31,8 +31,7 @@ class ViewLimits(NamedTuple):
 
 @dataclass(frozen=True)
 class HaloPlan:
-    """Keys that every rank fetches. For a batch entry and key head they are all tokens from one up to the rank's slice.
-    """
+    """Keys that every rank fetches: for a batch entry and key head, all tokens from one up to the rank's slice."""
 
     slices: Slices
     begins: Tensor  # (ranks, B·H_kv) int64: that token on the axis of all slices, at most the slice's start
@@ -70,10 +69,7 @@ class HaloPlan:
 
     @functools.cached_property
     def rows_of_exchange(self) -> tuple[tuple[Tensor, ...], ...]:
-        """(batch entry, token, key head) of the rows that this rank sends, and of those that it fetches.
-
-        Tokens of sent rows count on the axis of the slice, those of fetched rows on the axis of halo and slice.
-        """
+        """(batch entry, token, key head) of rows to send, on the slice's axis, and to fetch, on halo and slice's."""
         begin, rank, begins = self.slices.begin, self.slices.rank, self.begins
         starts = on_device(self.slices.offsets, begins.device)[:, None]
         sent = begins[rank + 1 :].clamp(min=begin)
@@ -126,10 +122,7 @@ def make_plan(
 def first_keys(
     slices: Slices, problem: AttentionProblem, inputs: Inputs, limits: ViewLimits, tolerance: float, check: OptionCheck,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """This rank's HaloPlan.begins and rows, as flat int64, and the summaries of `make_plan`.
-
-    After the check of options the other ranks wait for these values, or for an error instead of them.
-    """
+    """HaloPlan.begins and rows, flat int64, for which the others wait after the check; and `make_plan`'s summaries."""
     begin, length, left = slices.begin, problem.query_length, limits.left
     lowest, rows = (0, length) if left < 0 else (max(0, begin - left), min(length, left))
     pairs = problem.batch * problem.num_kv_heads

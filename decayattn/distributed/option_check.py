@@ -22,10 +22,7 @@ _agreed: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple]]" = weakref.We
 
 
 class OptionCheck:
-    """Context manager around a call: if this rank raises, the ranks that wait for it in a gather raise too.
-
-    The last gather comes before the exchange of rows. If a rank raises after it, the others keep waiting.
-    """
+    """Context manager: if this rank raises before the exchange of rows, the ranks that wait for it raise, too."""
 
     def __init__(self, group: dist.ProcessGroup, x: object) -> None:
         """x: a tensor of the call. The ranks gather on its device if the group's backend supports its type."""
@@ -105,10 +102,7 @@ def refuse_raised(of_ranks: Sequence[Sequence[int]]) -> None:
 
 
 def _device_types(group: dist.ProcessGroup) -> tuple[str, ...]:
-    """Device types of the tensors that a group exchanges; ranks report errors on the first of them.
-
-    With several backends these are only the accelerator's, because all ranks of a call must use the same backend.
-    """
+    """Device types that a group exchanges, CPU first; only the accelerator's if the CPU has another backend."""
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     if len(set(backends.values())) > 1:
         backends.pop("cpu", None)

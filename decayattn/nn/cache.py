@@ -219,10 +219,7 @@ class DecayCache:
         self._restore_buffers(replaced)
 
     def last_unshifted(self) -> tuple[Tensor, ...]:
-        """Unshifted k and v of every entry's last token, (B, 1, H_kv, ·); () for an empty cache.
-
-        They are 0 for a key head with a query head that sees no earlier token.
-        """
+        """Unshifted k and v of each entry's last token, (B, 1, H_kv, ·), 0 if a query head sees none; () if empty."""
         if not self._unshifted and self.longest:
             raise ValueError("cache: expected tokens of a layer with kv_shift, got others; reset it, rerun the prompt")
         slot = (self.lengths + self.dropped - 1) % _UNSHIFTED

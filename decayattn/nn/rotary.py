@@ -18,8 +18,8 @@ class Rotary(nn.Module):
 
         layer = DecayFlashAttention(512, 8, position=Rotary())
 
-    Positions count from `start`, which a layer passes with a cache and with a context. In packed sequences they
-    continue across documents; within a document, scores depend only on their differences.
+    Positions count from `start`. A layer passes it with a cache and with a context. In packed sequences they continue
+    across documents; within a document, scores depend only on their differences.
 
     Args:
         base: 10,000 in Llama 2, 500,000 in Llama 3.

@@ -1,7 +1,4 @@
-"""Parameters that tensor parallelism or FSDP2 shards: whole, or a rank's part of them.
-
-torch.distributed.tensor takes half a second to import, so only a call with a DTensor imports it.
-"""
+"""Parameters that tensor parallelism or FSDP2 shards: whole, or a rank's part of them. Imports as in dtensor.py."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -67,10 +64,7 @@ def replicated(x: Tensor, mesh: "DeviceMesh") -> Tensor:
 
 
 class Linear(nn.Linear):
-    """nn.Linear that starts with a zero bias, also if it is sharded.
-
-    The class has torch's name, because users and tools match names.
-    """
+    """nn.Linear with an initial bias of 0, also if sharded. It has torch's name, as users and tools match names."""
 
     def reset_parameters(self) -> None:
         if is_dtensor(self.weight):
@@ -107,10 +101,7 @@ class HeadRMSNorm(nn.RMSNorm):
 
 @torch.no_grad()
 def reset_whole(linear: nn.Linear, parts: Mapping[str, Sequence[Tensor]], *, zero_bias: bool) -> None:
-    """Initialise a Linear as a whole, then divide it. parts: those of weight and bias, in their order.
-
-    Drawn as a whole, because ranks that each draw their own part may draw equal values: a DTensor on CPUs does.
-    """
+    """Initialise a Linear whole, then divide it: ranks that draw their own part may draw equal values, as on CPUs."""
     given = parts["weight"][0]
     kind = Linear if zero_bias else nn.Linear
     drawn = kind(linear.in_features, linear.out_features, bias="bias" in parts, device=given.device, dtype=given.dtype)

@@ -15,8 +15,8 @@ eps(accumulator) is float32's. For float64 inputs the oracle is no more exact th
 float64's and A is multiplied by 1 + max |S|: exp turns an absolute error of eps·|S| in a score into a relative one.
 
 One rounding of a few independent entries, such as the gradient of a constant decay, is a matter of chance. So ‖eager −
-x64‖ is the largest of up to 16 roundings of the same values (`DRAWS`), each as a kernel may round, and of 64
-(`MORE_DRAWS`) for a result that exceeds its budget by less than a factor of 2. Nothing is tuned by hand.
+x64‖ is the largest of up to 16 roundings of the same values (`DRAWS`), each as a kernel may round. A result that
+exceeds its budget by less than a factor of 2 gets 64 (`MORE_DRAWS`). Nothing is tuned by hand.
 
 The verdict of a comparison is "ok", "wrong", or "cannot tell": the budget is no smaller than the result, so zeros would
 pass. Results that are 0 by contract must be exactly 0: the gradients of a first λ and of a reset, of rows that see no

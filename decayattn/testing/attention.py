@@ -56,10 +56,7 @@ class Budget:
         ]
 
     def judge(self, tested: dict[str, Tensor]) -> list[Comparison]:
-        """Compare the tensors with the budget of DRAWS; if they exceed it by little, of MORE_DRAWS too.
-
-        More evaluations only enlarge the budget, so a result within the first one needs no other.
-        """
+        """Compare the tensors with a budget that grows as needed: the first draw, all DRAWS, then MORE_DRAWS."""
         self.widen(DRAWS[:1])
         found = self.compare(tested)
         if any(row.verdict == "wrong" for row in found):

@@ -76,10 +76,7 @@ NORMS = {"frobenius": 2, "maximum": math.inf}
 
 @dataclass(frozen=True)
 class SequenceBounds:
-    """Query rows and tokens of one batch entry that see each other and nothing else.
-
-    number is that of the batch entry, or of the sequence for packed sequences; −1 outside of them.
-    """
+    """Query rows and tokens of an entry that see only each other; number: of entry or packed sequence, −1 outside."""
 
     number: int
     entry: int
@@ -123,11 +120,7 @@ def _gaps(taken: Iterable[slice], length: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class Call:
-    """Inputs of one call with its output gradients, and the (bounds, head) pairs that carry gradient.
-
-    All are in decay_attention's layouts; packed sequences share a single batch entry. Every pair is an independent
-    head.
-    """
+    """A call in decay_attention's layouts, its output gradients, and independent (bounds, head) pairs with gradient."""
 
     inputs: Arguments
     grad_out: Tensor

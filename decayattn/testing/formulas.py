@@ -246,10 +246,7 @@ def _toward_zero(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _over_tokens(p: Tensor, x: Tensor, factor: float) -> Tensor:
-    """p @ x, summed over keys or rows in the factor's own order, one by one or tile by tile.
-
-    If x has one sign, the sum grows with every term, and later terms are rounded to fewer and fewer bits.
-    """
+    """p @ x, summed in the factor's order, singly or by tiles: a sum of one sign rounds later terms to fewer bits."""
     random = _generator(factor)
     at_once = TOKENS_AT_ONCE[int(torch.randint(len(TOKENS_AT_ONCE), (), generator=random, device="cpu"))]
     return _added_up(p, x, random, max(at_once, math.ceil(p.shape[2] / MOST_STEPS)))
@@ -282,10 +279,7 @@ def _online_softmax(scores: Tensor, total: Tensor, anchor: Tensor, v: Tensor, ro
 
 
 def _out_in_delta(out: Tensor, rounded: Callable[[Tensor], Tensor], factor: float) -> Tensor:
-    """out for Δ: factors that round P alike, relative to a row's maximum, round it differently from the returned out.
-
-    Otherwise a value that all rows add to, as the gradient of a constant rate, would have one error for all of them.
-    """
+    """out for Δ, rounded differently by factors that round P alike: else sums over rows would have a single error."""
     multiple = factor if _kind(factor) > 1 else 1.0
     return rounded(out * multiple) / multiple
 

@@ -60,9 +60,9 @@ def compare_model_gradients(
     """Compare the gradient of every parameter, computed through a kernel backend, with the error budget.
 
     The oracle is a float64 copy of the model with backend "reference". Eager is a copy in the model's own precision,
-    with an attention that rounds as a kernel must, evaluated with all `DRAWS`, and with `MORE_DRAWS` if a gradient
-    exceeds its budget by little. Above 16 bits, every gradient of its attention is off by eps·A with random signs,
-    because sums that cancel round differently in every schedule.
+    with an attention that rounds as a kernel must. It is evaluated with all `DRAWS`, and with `MORE_DRAWS` for a small
+    excess. Above 16 bits, every gradient of its attention is off by eps·A with random signs, because sums that cancel
+    round differently in every schedule.
 
     In float32 an error of 1e-5 of a gradient shows. In bfloat16 rounding alone moves gradients by about 0.5 %, and
     budgets are 1 to 3 %. Run both: float32 for the formulas, and the training precision for its own kernels. Above 16

@@ -75,10 +75,7 @@ def summarise(
     problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor, scale: Tensor | float, blocks: int,
     launch: Launch = launching.uncached,
 ) -> SliceSummary:
-    """Summarise a slice's rows, and its keys in `blocks` blocks, at least as many as it has.
-
-    problem: the slice alone: dense, causal, with as many rows as keys.
-    """
+    """Summarise the rows of a slice alone (dense, causal), and its keys in `blocks` blocks, no fewer than it has."""
     heads, length = problem.batch * problem.num_heads, problem.query_length
     with launching.on_device(problem.device):
         if problem.decay == "scalar" and not problem.is_empty:
@@ -137,10 +134,7 @@ def first_keys(
 
 @triton.jit
 def _of_head(keys, head, heads, blocks, GROUP: tl.constexpr):
-    """Pointers to K and W of a head in SliceSummary.keys, and to the first of its three (B, H) values there.
-
-    The three are `heads` values apart. The pointers may be unaligned, so no launch takes them as arguments.
-    """
+    """Pointers, maybe unaligned, to K and W of a head in SliceSummary.keys, and to its three values, `heads` apart."""
     weight = keys + heads // GROUP * blocks
     return keys + head // GROUP * blocks, weight + head * blocks, weight + heads * blocks + head
 
@@ -240,10 +234,7 @@ def _find_first_fetched(
     of_blocks, of_granules, limits, offsets, found, log_tolerance: tl.float64, rank, blocks, granules, heads,
     GROUP: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
 ):
-    """Find the first block that TOGETHER granules of a head visit, and the end of the last granule that visits any.
-
-    All their rows come after all blocks.
-    """
+    """Find the first block, of those before a slice, that TOGETHER granules visit, and the last visitor's end."""
     programs = tl.cdiv(granules, TOGETHER)
     head = (tl.program_id(0) // programs).to(tl.int64)  # of all batch entries
     # granules past the end repeat the last one

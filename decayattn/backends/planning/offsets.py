@@ -6,10 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def parts_before(first, sequence, SIZE: tl.constexpr):
-    """Index of the first part of SIZE rows or tokens of a packed sequence that begins at `first`.
-
-    Every sequence before it has at most one partial part, hence the spare one per sequence.
-    """
+    """Index of the first part of SIZE rows of a packed sequence at `first`: each one before may have a partial part."""
     return first // SIZE + sequence
 
 
@@ -23,10 +20,7 @@ def row_pointers(source, entry, head, row):
 
 @triton.jit
 def start_of_head(head_row, axis, first, LARGE: tl.constexpr = True):
-    """Offset of a head of a sequence in a buffer (B, H, axis), if the sequence begins at `first` on that axis.
-
-    head_row is batch entry · H + head. Without LARGE, the buffer has fewer than 2^31 values.
-    """
+    """Offset of head_row (batch entry · H + head) in (B, H, axis), from `first`; not LARGE: fewer than 2^31 values."""
     if LARGE:
         head_row = head_row.to(tl.int64)
     return head_row * axis + first

@@ -113,10 +113,7 @@ def programs(problem: AttentionProblem, tile: int, heads: int, of_keys: bool) ->
 
 @functools.lru_cache(launching.REMEMBERED)
 def constants(problem: AttentionProblem) -> dict[str, bool | int]:
-    """Constants that kernels with `tile_of_program` are compiled for.
-
-    PACKED: all sequences are in one batch entry. SEARCHES: number of searches that find one sequence among all.
-    """
+    """Constants of `tile_of_program`. PACKED: one batch entry has all sequences. SEARCHES: to find one among all."""
     searches = 1
     while problem.layout != "dense" and _CHUNK**searches < _rounded_up(problem.sequences):
         searches += 1
@@ -127,10 +124,7 @@ def fill_outside(
     problem: AttentionProblem, sequences: Sequences | None, fills: list[tuple[Tensor, float]], of_keys: bool = False,
     launch: Launch = launching.uncached,
 ) -> None:
-    """Fill the rows (or tokens) of tensors (B, T, H, D) or (B, H, T) that belong to no sequence.
-
-    Rows of a sequence without keys are filled too.
-    """
+    """Fill rows (of_keys: tokens) of tensors (B, T, H, D) or (B, H, T) that have no sequence, or one without keys."""
     if sequences is None:
         return
     axis = sequences.key_axis if of_keys else sequences.query_axis
@@ -145,10 +139,7 @@ def fill_outside(
 
 
 def _tokens_first(x: Tensor) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Strides of a tensor (B, T, H, D) or (B, H, T) as one of (B, T, H, D), and its H and D.
-
-    A view would take more host time.
-    """
+    """Strides of a tensor (B, T, H, D) or (B, H, T) as one of (B, T, H, D), and its H and D: faster than a view."""
     if x.ndim == 4:
         return x.stride(), (x.shape[2], x.shape[3])
     entry, head, token = x.stride()
@@ -235,10 +226,7 @@ def sequence_of_program(sequences, heads, query_length, key_length, PACKED: tl.c
 
 @triton.jit
 def count_ends(ends, count, block, SEARCHES: tl.constexpr):
-    """Return the number of ends at or before a block, and the last of them, or 0.
-
-    Ends never decrease. So a search compares the last ends of _SEARCHED groups, and the next one looks into one group.
-    """
+    """Number of ends, which never decrease, at or before a block, and the last of them, or 0: by _SEARCHED groups."""
     found, before = block * 0, block * 0
     for search in tl.static_range(SEARCHES):
         group = _SEARCHED ** (SEARCHES - 1 - search)  # without annotation: a constexpr cannot be assigned again

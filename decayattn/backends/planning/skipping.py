@@ -119,8 +119,7 @@ def plan(
     prefix: DecayPrefix, sequences: Sequences | None, launch: Launch = launching.uncached,
     terms: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Fill `allocate`'s buffer if the problem is planned, by two launches; by one if terms, its `summaries`, are given.
-    """
+    """Fill `allocate`'s buffer if the problem is planned: two launches, or one if its `summaries` are given."""
     first_block = allocate(problem, q)
     if not is_planned(problem):
         return first_block
@@ -195,10 +194,7 @@ def programs_together(programs: int, most: int) -> int:
 def last_granules(
     problem: AttentionProblem, first_block: Tensor, sequences: Sequences | None, launch: Launch = launching.uncached
 ) -> Tensor:
-    """The mirror of a plan: (B, H, blocks) int32, the last granule that visits a block of keys, −1 without one.
-
-    Granules between the block's own and the last one may skip it, because first_block may decrease.
-    """
+    """The mirror of a plan, (B, H, blocks) int32: the last granule that visits a block, or −1; others may skip it."""
     blocks = packing.decay_blocks(problem)
     last = torch.empty(problem.batch, problem.num_heads, blocks, dtype=torch.int32, device=first_block.device)
     launch(
@@ -210,8 +206,7 @@ def last_granules(
 
 
 def visited_fraction(problem: AttentionProblem, inputs: Inputs) -> Tensor:
-    """Tiles (GRANULE rows × DECAY_BLOCK keys) that the plan of a dense problem visits, over those with a visible key.
-    """
+    """Fraction (B, H) of the tiles (64 rows × 128 keys) with a visible key that the plan of a dense problem visits."""
     shape, (q, k, _, log_decay, *_) = (problem.batch, problem.num_heads), inputs
     if 0 in (*shape, problem.query_length, problem.key_length):
         return torch.ones(shape, device=q.device)
@@ -281,10 +276,7 @@ def end_of_planned_rows(plan, work, head, heads, PACKED: tl.constexpr):
 
 @triton.jit
 def _load_alpha(position, block, rates, head, prefix, DECAY: tl.constexpr, inside=None):
-    """Return α in base 2 and float64, and its error bound, at positions in these blocks; undefined outside `inside`.
-
-    prefix points at one head's.
-    """
+    """α (base 2, float64) at positions in blocks of prefix's head, and its error bound; undefined outside `inside`."""
     if DECAY == "scalar":
         beta = tl.load(prefix.beta + position, mask=inside).to(tl.float64)
         alpha = tl.load(prefix.base + block) + beta
@@ -459,8 +451,7 @@ def _find_first_blocks(
     last_reset, next_reset, of_blocks, of_granules, first_block, sequences, left, log_tolerance: tl.float64, sizes,
     DECAY: tl.constexpr, PACKED: tl.constexpr, SEARCHES: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
 ):
-    """Find the first block of keys that each of TOGETHER granules visits; of_granules has its own, maybe longer, axis.
-    """
+    """Find the first block of keys that each of TOGETHER granules visits; the axis of of_granules may be longer."""
     heads = sizes.heads
     let_next_start(heads)
     wait_for_launch_before(heads)
@@ -492,10 +483,7 @@ def _find_first_blocks(
 def first_visited(
     of_granules, granule, log_tolerance, of_blocks, begin, end, CHUNK: tl.constexpr, TOGETHER: tl.constexpr
 ):
-    """First block in [begin, end) with which a granule's sum exceeds the tolerance; `end` without one.
-
-    granule, begin and end are (TOGETHER,).
-    """
+    """First block in [begin, end), each (TOGETHER,), where a granule's sum exceeds the tolerance; `end` without one."""
     slope = tl.load(of_granules + 2 * granule, mask=begin < end, other=float("inf")) * (1 + _MARGIN)
     may_skip = slope < float("inf")
     offset = tl.load(of_granules + 2 * granule + 1, mask=may_skip, other=0.0) - log_tolerance

@@ -60,10 +60,7 @@ def append(
 
 
 class HeldTokens(NamedTuple):
-    """Fields of CacheBuffers for append_kernel, which writes all but the lengths.
-
-    A field named `values`, as CacheBuffers has, would hide that of Triton's tuples.
-    """
+    """CacheBuffers for append_kernel, which writes all but lengths. `values` would hide that of Triton's tuples."""
 
     k: Strided
     v: Strided
@@ -98,10 +95,7 @@ class AppendTraits(NamedTuple):
 
 @triton.jit
 def append_kernel(held, new, tokens, kv_heads, heads, copies, blocks, TRAITS: tl.constexpr):
-    """Write keys and values (the first `copies` programs), or α, the first keys and log_evicted (the others).
-
-    held, new: HeldTokens, NewTokens
-    """
+    """Write NewTokens to HeldTokens: keys and values (the first `copies` programs), or α, first keys, log_evicted."""
     program = tl.program_id(0)
     if program < copies:
         _copy_tokens(held, new, program, kv_heads, tokens, blocks, TRAITS)
@@ -135,10 +129,7 @@ def _copy_tokens(held, new, tile, kv_heads, tokens, blocks, TRAITS: tl.constexpr
 def _copy(
     held, buffer, new, batch, head, tokens, blocks, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr
 ):
-    """Copy rows of one head into a buffer of the cache; rows that do not count become 0.
-
-    tokens: their places in the cache, their indices, and masks of those that exist, count, and have a place
-    """
+    """Copy rows of a head to a buffer, 0 if they do not count. tokens: places, indices; masks: exist, count, fit."""
     there, token, inside, counts, fits = tokens
     column = tl.arange(0, BLOCK)[None, :].to(tl.int64)  # strides may put tokens side by side and columns far apart
     rows = new.data + batch.to(tl.int64) * new.strides[0] + head * new.strides[2]

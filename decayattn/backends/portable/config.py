@@ -148,10 +148,7 @@ def arch(device: torch.device) -> str:
 
 
 def arch_name(capability: tuple[int, int], hip: bool, shared_memory: int) -> str:
-    """Name of a GPU's tiles: "sm90", or by the shared memory of a block (in bytes) "other" or "small".
-
-    A gfx90a reports capability 9.0, too.
-    """
+    """Name of a GPU's tiles: "sm90", or "other" or "small" by a block's shared memory. gfx90a reports 9.0, too."""
     if capability == (9, 0) and not hip:
         return "sm90"
     return "other" if shared_memory >= _OTHER_SHARED_MEMORY else "small"

@@ -173,10 +173,7 @@ def split_kernel(
     queries, cache, lengths, first_keys, rates, row_scales, parts, scale: tl.float64, left, query_length, kv_heads,
     row_tiles, splits, blocks, TRAITS: tl.constexpr,
 ):
-    """Attend to one split of the keys of a CachedTokens: (acc, row_max, row_sum) of a tile of rows of one key head.
-
-    Row m of a key head is query row m // GROUP of the group's head m % GROUP.
-    """
+    """Attend with a tile of a key head's rows to one split of the keys: row m is row m // GROUP of head m % GROUP."""
     keys, values, alpha, table = cache
     GROUP: tl.constexpr = TRAITS.group
     BLOCK_M: tl.constexpr = TRAITS.block_m

@@ -169,10 +169,7 @@ def _decay(problem: AttentionProblem, log_decay: Tensor | None, prefix: DecayPre
 
 
 def _bias_gradient(problem: AttentionProblem, bias: Tensor, like: Tensor, deterministic: bool) -> tuple[Tensor, bool]:
-    """Return a zero buffer for dbias in like's dtype, and True if several scores add to one entry of it.
-
-    Atomics add in no fixed order. Deterministic algorithms give every score its own entry, and sum afterwards.
-    """
+    """Zero buffer for dbias in like's dtype, an entry per score if deterministic; True if scores share an entry."""
     full = (problem.batch, problem.num_heads, problem.query_length, problem.key_length)
     shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
     if deterministic:
@@ -286,11 +283,7 @@ def _descriptor(
 
 
 def _tiled(tile: TileConfig, sequences: Sequences | None, partial: tuple[Tensor, ...], *tensors: Tensor) -> Tiled:
-    """Return q, k, v and perhaps dO as load_tile reads them through pointers.
-
-    With descriptors, only `partial`: tensors of which a descriptor would read values beyond a sequence's end that must
-    not enter a product.
-    """
+    """q, k, v and perhaps dO as load_tile reads them through pointers; with descriptors, those of partial tiles."""
     needed = partial if sequences is not None else ()
     if not tile.descriptors:
         return Tiled(*map(strided, tensors))

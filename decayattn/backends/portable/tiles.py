@@ -120,8 +120,7 @@ def from_token(tensor, first):
 def store_tile(
     target, entry, head, start, length, tile, TOKENS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Store (TOKENS, WIDTH) to a (B, T, H, DIM) tensor, moved to a sequence, from its token `start` up to its length.
-    """
+    """Store (TOKENS, WIDTH) to a (B, T, H, DIM) tensor, moved to a sequence, from token `start` up to its length."""
     pointers, row, column = _pointers(target, entry, head, start, TOKENS, WIDTH)
     tl.store(pointers, tile.to(target.data.dtype.element_ty), mask=(start + row < length) & (column < DIM))
 
@@ -179,8 +178,7 @@ def bias_of_head(bias, work, head):
 
 @triton.jit
 def load_bias(bias, row, key, work, ACCUMULATOR: tl.constexpr):
-    """Load a tile of a head's bias in base 2, for rows (·, 1) and keys (1, ·) in either order; a mask's False is −inf.
-    """
+    """Load a tile of a head's bias in base 2, for rows (·, 1) and keys (1, ·) in either order; masked pairs: −inf."""
     inside = (row < work.query_length) & (key < work.key_length)
     tile = tl.load(_pairs(bias, row, key), mask=inside, other=0)
     if bias.data.dtype.element_ty.is_int():

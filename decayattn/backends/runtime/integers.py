@@ -1,7 +1,4 @@
-"""Integer arithmetic for grids and tiles, on the host.
-
-triton.cdiv and triton.next_power_of_2 are made for kernels: from Python, each takes five microseconds.
-"""
+"""Integer arithmetic for grids and tiles on the host, where triton.cdiv takes five microseconds."""
 
 def cdiv(number: int, divisor: int) -> int:
     """Return the quotient, rounded up."""

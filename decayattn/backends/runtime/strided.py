@@ -8,8 +8,7 @@ from torch import Tensor
 
 
 class Strided(NamedTuple):
-    """A tensor and its strides; Triton passes (named) tuples to kernels, and a field that is None compiles to nothing.
-    """
+    """A tensor and its strides. Triton passes (named) tuples to kernels; a field that is None compiles to nothing."""
 
     data: Tensor | None  # None if a descriptor reads all of it
     strides: tuple[int, ...]

@@ -34,10 +34,7 @@ def load_rate(rates, rate_stride, head, DECAY: tl.constexpr, ACCUMULATOR: tl.con
 
 @triton.jit
 def side_of_head(rates, rate_stride, head, side):
-    """Distance to a side that the rows of a head with a constant decay see (side None: no limit).
-
-    If γ resets at every token, each row sees its own key only: 0.
-    """
+    """Distance to a side that rows of a head with a constant decay see (None: no limit); 0 if γ is a reset."""
     resets = tl.load(rates + head * rate_stride) < RESET_BELOW
     return tl.where(resets, 0, _FAR if side is None else side)
 

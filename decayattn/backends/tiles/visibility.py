@@ -18,10 +18,7 @@ GRANULE: tl.constexpr = tl.constexpr(_GRANULE)
 def keys_seen(
     position, key_length, last_reset, next_reset, CAUSAL: tl.constexpr, HAS_RESETS: tl.constexpr, left=None, right=None
 ):
-    """[first, end) of the keys that a query at this position sees; the resets point at one head's tokens.
-
-    left, right: largest distance that it sees to either side; None: no limit.
-    """
+    """[first, end) of the keys that a query sees; resets point at one head's tokens; left, right None: no limit."""
     first = position * 0  # zeros_like does not keep a Gluon kernel's layout
     end = first + key_length
     if HAS_RESETS:
