@@ -210,11 +210,8 @@ def within(longest: int, axis: int) -> int:
 
 
 def _clamped(window: Sequence[int], longest_query: int, longest_key: int) -> tuple[int, int]:
-    """The window, with −1 for a limit that no pair of a query and a key exceeds: kernels add limits to 32-bit numbers.
-
-    The first key is up to longest_key − 1 to the left of a query, the last one up to longest_query − 1 to the right.
-    """
-    left, right = window
+    """The window, with −1 for a limit that no pair of query and key exceeds: kernels add limits to 32-bit numbers."""
+    left, right = window  # the first key is up to longest_key − 1 to the left, the last longest_query − 1 to the right
     if torch.compiler.is_compiling() or not isinstance(longest_query, int) or not isinstance(longest_key, int):
         # a comparison would specialise a graph to these lengths; the operator compares them as numbers
         return left, right

@@ -354,16 +354,11 @@ def check_kv_heads(name: str, num_kv_heads: int | None, heads_name: str, num_hea
     return num_kv_heads
 
 
-def default_head_dim(name: str, width: int, heads_name: str, num_heads: int) -> int:
-    """Return width / num_heads."""
-    if width % num_heads != 0:
-        raise ValueError(f"{name}: expected a multiple of {heads_name} = {num_heads} without head_dim, got {width}")
-    return width // num_heads
-
-
-def check_head_dim(name: str, value: int) -> int:
-    """Return the value; refuse anything but a head dimension."""
-    value = check_positive_int(name, value)
+def check_head_dim(name: str, value: int | None, whole: str = "", width: int = 0, of: str = "", heads: int = 1) -> int:
+    """Return the value, by default width / heads; refuse anything but a head dimension. whole, of: names of the two."""
+    if value is None and width % heads:
+        raise ValueError(f"{whole}: expected a multiple of {of} = {heads} without head_dim, got {width}")
+    value = check_positive_int(name, width // heads if value is None else value)
     if value > MAX_HEAD_DIM:
         raise ValueError(f"{name}: expected at most {MAX_HEAD_DIM}, got {value}")
     return value

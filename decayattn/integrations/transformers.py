@@ -138,9 +138,9 @@ class DecayConfig(PreTrainedConfig):
         self.num_key_value_heads = validation.check_kv_heads(
             "num_key_value_heads", num_key_value_heads, "num_attention_heads", heads
         )
-        if head_dim is None:
-            head_dim = validation.default_head_dim("hidden_size", self.hidden_size, "num_attention_heads", heads)
-        self.head_dim = validation.check_head_dim("head_dim", head_dim)
+        self.head_dim = validation.check_head_dim(
+            "head_dim", head_dim, "hidden_size", self.hidden_size, "num_attention_heads", heads
+        )
         self.decay = decay
         self.log_decay = _check_log_decay(log_decay, decay, heads)
         if initial_half_lives is not None:

@@ -153,9 +153,7 @@ class DecayFlashAttention(Spared):
         self.embed_dim = check_positive_int("embed_dim", embed_dim)
         self.num_heads = num_heads = check_positive_int("num_heads", num_heads)
         self.num_kv_heads = validation.check_kv_heads("num_kv_heads", num_kv_heads, "num_heads", num_heads)
-        if head_dim is None:
-            head_dim = validation.default_head_dim("embed_dim", self.embed_dim, "num_heads", num_heads)
-        self.head_dim = check_head_dim("head_dim", head_dim)
+        self.head_dim = check_head_dim("head_dim", head_dim, "embed_dim", self.embed_dim, "num_heads", num_heads)
         self.value_dim = check_head_dim("value_dim", self.head_dim if value_dim is None else value_dim)
         self.causal = check_bool("causal", causal)
         self.qk_norm = check_qk_norm(qk_norm)

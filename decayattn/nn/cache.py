@@ -277,7 +277,7 @@ class DecayCache:
         self.longest, self._rates = 0, None
 
     def reorder(self, index: Tensor) -> None:
-        """Replace entry b by a copy of entry index[b], as beam search needs it; index (B,) int32 or int64."""
+        """Replace entry b by a copy of entry index[b], in place, as beam search needs it; index (B,) int32 or int64."""
         check_counts("index", index, self.device, "(B,)", (self.batch_size,), "the cache")
         index = index.to(self.lengths.device)  # before allocation, self.device is None
         for buffer in (self.keys, self.values, self.alpha):
@@ -288,10 +288,7 @@ class DecayCache:
             state.copy_(state.index_select(0, index))
 
     def select(self, index: Tensor) -> None:
-        """Make a batch of the entries index (N,) int32 or int64, in that order; entries may repeat.
-
-        Allocates. For an unchanged batch size `reorder` works in place.
-        """
+        """Make a batch of the entries index (N,) int32 or int64, in that order, in new buffers; entries may repeat."""
         check_tensor("index", index, self.device, "the cache")
         if index.dtype not in (torch.int32, torch.int64) or index.ndim != 1:
             raise ValueError(f"index: expected (N,) int32 or int64, got {index.dtype} {tuple(index.shape)}")

@@ -128,9 +128,8 @@ class PartwiseLinear(nn.Linear):
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         for name in ("weight", "bias"):
-            parts = [self._parameters.get(f"{name}_{index}") for index in range(len(self.sizes))]
-            if parts[0] is not None:
-                destination[prefix + name] = fuse(part.detach() for part in parts)  # type: ignore[union-attr]
+            if f"{name}_0" in self._parameters:
+                destination[prefix + name] = fuse(part.detach() for part in self._parts(name))
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict, strict: bool, missing_keys: list[str],

@@ -326,10 +326,7 @@ def _size_of_sink(sink: Tensor) -> Tensor:
 
 
 def _with_sink(total: Tensor, sink: Tensor, factor: float) -> Tensor:
-    """log(e^total + e^sink), (N, rows), for a softmax with the sink as one more column.
-
-    The sum of both is rounded to the sink's dtype; for a logarithm near 0 that is the whole error.
-    """
+    """log(e^total + e^sink), (N, rows), as with the sink as one more column: the sum is rounded to the sink's dtype."""
     column = sink.double()[:, None].expand_as(total)
     largest = torch.maximum(total.double(), column)
     anchor = largest.masked_fill(largest.isneginf(), 0.0)
