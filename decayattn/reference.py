@@ -31,7 +31,7 @@ SCORES_AT_ONCE = 2**22
 
 
 class CacheBuffers(NamedTuple):
-    """Buffers of a cache; DecayCache documents each. With a block table, keys, values, alpha are (pages, page, ·)."""
+    """Buffers of a cache; DecayCache documents each. With a block table, keys, values, alpha are (pages, page, …)."""
 
     keys: Tensor  # (B, max_length, H_kv, D)
     values: Tensor  # (B, max_length, H_kv, D_v)

@@ -319,7 +319,8 @@ def _check_mode(mode: ModeName, reach: int | None, q: Tensor, slices: Slices, on
         raise ValueError("reach: expected only with mode='halo'")
     if q.shape[2] % slices.ranks:
         raise ValueError(
-            f"mode: expected heads in a multiple of {slices.ranks} ranks with 'heads', got {q.shape[2]}; use 'halo'"
+            f"mode: expected query heads in a multiple of the {slices.ranks} ranks with 'heads', got "
+            f"{q.shape[2]}; 'halo' takes any number"
         )
     if packed and given:
         raise ValueError(f"{given[0]}: expected None with cu_seqlens")

@@ -216,7 +216,7 @@ def _near(inputs: Inputs, extended: Sequence[Any], settings: Settings) -> Call:
 
 
 def _near_rows(plan: HaloPlan, multiple: int) -> int:
-    """Near rows: the least part of the slice, in a multiple, that is enough on all ranks: they exchange at once."""
+    """Number of near rows: the least part, in a multiple, that is enough on all ranks: they exchange at one time."""
     lengths, rank = plan.slices.lengths, plan.slices.rank
     for part in _PARTS:
         rows = [length // part // multiple * multiple for length in lengths]

@@ -115,7 +115,7 @@ def attention(
         # The last query is at the last column. Without a limit positions do not matter, and a mask of keys does not
         # describe a decoder's queries: those of cross-attention may be more
         first = real.shape[1] - q.shape[1]
-        if first >= 0 and (options["causal"] or options["window_size"] is not None):
+        if (options["causal"] or options["window_size"] is not None) and first >= 0:
             options |= {"leftpad_q": (begin - first).clamp(min=0), "seqused_q": (end - first).clamp(min=0)}
     elif kwargs.get("cu_seq_lens_q") is not None:
         return _packed(q, k, v, log_decay, kwargs, options), None

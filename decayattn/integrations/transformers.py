@@ -199,7 +199,7 @@ def _check_log_decay(log_decay: Sequence[float] | Tensor | None, decay: str, hea
 
 
 class DecayCacheLayer(DynamicLayer):
-    """Cache of one attention layer: a DecayCache for twice its tokens. The expected number, max_length, is no limit."""
+    """Cache of an attention layer, for twice its tokens, or for max_length, the expected number, if that is less."""
 
     def __init__(self, max_length: float = math.inf):
         super().__init__()

@@ -175,7 +175,8 @@ class DecayCache:
         refuse_gradients(q=q, log_decay=rates, scale=scale, sink=sink)
         if self._left is not None and (left is None or left > self._left):
             raise ValueError(
-                f"window_size: expected one within {self.window_size}, which older tokens leave, got {window_size}"
+                f"window_size: expected one within the cache's, {self.window_size}, because older tokens leave it; "
+                f"got {window_size}"
             )
         counted, is_first = _valid_lengths(new_lengths, q.shape[1]), self.longest == 0
         # "hopper" cannot append
