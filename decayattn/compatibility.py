@@ -18,8 +18,7 @@ _fallbacks: dict[str, str] = {}
 
 
 def fallbacks() -> list[str]:
-    """Private names that this PyTorch or Triton lacks or has changed, with the alternative used. A change in Triton
-    shows only once a kernel backend is loaded."""
+    """Private names that this PyTorch or Triton (once loaded) lacks or has changed, with the alternatives used."""
     return [f"{name} {reason}" for name, reason in _fallbacks.items()]
 
 
@@ -193,10 +192,7 @@ def _has_mark() -> bool:
 
 
 def assume_constant_result(function: Callable) -> Callable:
-    """Mark a function that torch.compile calls while it traces, keeping the result as a constant.
-
-    torch.compiler.assume_constant_result sets the same mark, but imports torch._dynamo, and with it Triton.
-    """
+    """torch.compiler.assume_constant_result without importing torch._dynamo and Triton: compiled code keeps results."""
     if not _has_mark:
         return torch.compiler.assume_constant_result(function)
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -115,10 +115,7 @@ def check_name(name: str) -> BackendName:
 
 
 def select(problem: AttentionProblem, name: str) -> BackendName:
-    """Return "reference" or the name to give to `resolve`; ValueError if a named kernel backend cannot run here.
-
-    The choice uses only properties that are known before tensors have addresses: torch.compile traces through this.
-    """
+    """Return "reference" or the name for `resolve`, from traceable properties; ValueError for one that cannot run."""
     name = check_name(name)
     if name == "reference" or problem.device.type == "meta":
         # meta tensors hold no values: every backend returns the same shapes and dtypes, and nothing runs

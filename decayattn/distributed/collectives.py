@@ -107,8 +107,7 @@ def _token_source(slices: Slices, rank: int) -> int | None:
 def all_to_all(
     rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup, async_op: bool = False
 ) -> tuple[Tensor, Any]:
-    """Send the first rows to rank 0, and so on. Return the rows of every rank, `receive` of each, in order of ranks,
-    and with async_op the work to wait for."""
+    """Send consecutive rows to the ranks. Return every rank's rows in order, and with async_op the work to wait for."""
     received = rows.new_empty(sum(receive), *rows.shape[1:])
     arguments = received, rows.contiguous(), list(receive), list(send)
     return received, dist.all_to_all_single(*arguments, group=group, async_op=async_op)

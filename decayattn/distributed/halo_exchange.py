@@ -28,8 +28,7 @@ def fetch_halo(plan: HaloPlan, parts: Parts, tokens: int, check: OptionCheck) ->
 
 
 def return_gradients(plan: HaloPlan, grads: Parts) -> tuple[Tensor, Any]:
-    """Start to send the halo's gradients, on the axis of halo and slice, to their owners. Return the gradients that
-    other ranks send to this one, and the work to wait for."""
+    """Start to send the halo's gradients to their owners. Return those sent to this rank, and the work to wait for."""
     rows = pack([x[plan.rows_of_exchange[1]] for x in _by_kv_head(plan, grads)])
     return all_to_all(rows, plan.receive, plan.send, plan.slices.group, async_op=True)
 

@@ -1,8 +1,4 @@
-"""The plan of a halo: the keys that a rank fetches from before its slice, and its rows that see any of them.
-
-The bound of backends/planning/halo_bound.py keeps the sum over all keys that are not fetched below a share of the
-tolerance.
-"""
+"""The plan of a halo: the keys that a rank fetches, by the bound of halo_bound.py, and its rows that see one."""
 
 import functools
 from collections.abc import Sequence

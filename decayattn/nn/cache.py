@@ -526,10 +526,7 @@ class DecayCache:
         self, decoder: registry.Decoder, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None,
         unshifted: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Write checked tokens. Return (the lengths with all of them valid, the first visible keys (B, H, T) int32).
-
-        Only the first `counted` (B,) tokens of each entry are valid; None: all.
-        """
+        """Write checked tokens, `counted` of them valid. Return lengths as if all were, and first keys (B, H, T)."""
         tokens = k.shape[1]
         if tokens == 0:
             return self.lengths, self.first[..., None].expand(-1, -1, 0)

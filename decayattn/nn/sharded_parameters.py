@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 
 def local_part(tensor: Tensor, mesh: "DeviceMesh | None") -> Tensor:
-    """This rank's part of a parameter that tensor parallelism distributed on this mesh; unchanged without a mesh.
-
-    Every rank uses a replicated parameter for its own heads, so the gradient is the sum over the ranks.
-    """
+    """This rank's part of a parameter distributed on a mesh (None: unchanged); a replicated gradient is a sum."""
     if mesh is None:
         return tensor
     from torch.distributed.tensor import Partial

@@ -60,8 +60,7 @@ class PartwiseParallel(ParallelStyle):
 
 
 class JoinedParts(Tensor):
-    """Read-only copy of parameters as one tensor. Writes to it or its views raise: those of torch.nn.init or
-    requires_grad_ would be silently lost."""
+    """Read-only copy of parameters as one tensor. Writes to it or its views raise, because they would be lost."""
 
     @classmethod
     def __torch_function__(
