@@ -38,8 +38,9 @@ def check_arguments(
             check_counts(name, numbers, q.device, "(B,)", (q.shape[0],))
     if per_token and not causal and q.shape[1] > k.shape[1]:
         raise ValueError(
-            "causal: expected T_q <= T_k with causal=False and a log_decay per token, got T_q = "
-            f"{q.shape[1]}, T_k = {k.shape[1]}; leave out the query rows before the first log-decay"
+            "causal: expected T_q <= T_k with causal=False and a log_decay per token, because the first "
+            f"{q.shape[1] - k.shape[1]} query rows precede the first log-decay, "
+            f"got T_q = {q.shape[1]}, T_k = {k.shape[1]}; leave these rows out"
         )
 
 

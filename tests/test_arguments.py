@@ -33,7 +33,7 @@ META = {"device": "meta"}
 # decay_attention's tensors, log-decay, scale and names
 TENSORS = [
     ({"q": [1.0]}, TypeError, r"^q: expected a torch.Tensor, got \[1.0\] of type list"),
-    ({"k": torch.zeros(6, 2, 8)}, ValueError, r"^k: expected 4 dimensions \(batch, sequence.*got shape \(6, 2, 8\)"),
+    ({"k": torch.zeros(6, 2, 8)}, ValueError, r"^k: expected 4 dimensions \(batch, sequence.*got \(6, 2, 8\)"),
     ({"q": torch.zeros(2, 5, 4, 8).int()}, TypeError, r"^q: expected float16, bfloat16, float32 or .*got torch.int32"),
     ({"q": torch.zeros(2, 5, 4, 8).to_sparse()}, TypeError, r"^q: expected a dense tensor, got .*torch.sparse_coo"),
     ({"k": torch.zeros(2, 6, 2, 8).half()}, TypeError, r"^k: expected the dtype of q, torch.float32, got .*float16"),
@@ -104,7 +104,7 @@ OFFSETS = [
         (torch.zeros(3), TypeError, r"expected int32 or int64, got torch.float32"),
         (torch.zeros(3, device="meta").int(), ValueError, r"expected the device of q, cpu, got meta"),
         (torch.zeros(3, 1).int(), ValueError, r"expected shape \(sequences \+ 1,\), got \(3, 1\)"),
-        (int32(3, 2, 3), ValueError, r"expected offsets that never fall, got others; from lengths, compute"),
+        (int32(3, 2, 3), ValueError, r"expected offsets that never fall, got others; from lengths, use"),
     )
 ]
 BOUNDS = [
@@ -118,7 +118,7 @@ BOUNDS = [
 ]
 PACKED_TENSORS = [
     ({"cu_seqlens_k": int32(0, 6)}, ValueError, r"^cu_seqlens_k: .* the shape of cu_seqlens_q, \(3,\), got \(2,\)"),
-    ({"q": torch.zeros(1, 5, 4, 8)}, ValueError, r"^q: expected 3 dimensions \(tokens, .*got shape \(1, 5, 4, 8\)"),
+    ({"q": torch.zeros(1, 5, 4, 8)}, ValueError, r"^q: expected 3 dimensions \(tokens, .*got \(1, 5, 4, 8\)"),
     ({"scale": torch.zeros(6, 4)}, ValueError, r"^scale: .*\(total_q, H\) = \(5, 4\), got shape \(6, 4\)"),
 ]
 REFUSALS = [

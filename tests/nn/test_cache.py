@@ -438,7 +438,7 @@ def test_cache_shorter_than_its_window_is_bounded(max_length):
 def test_cache_refuses_gradients():
     layer, x = build(), tokens()
     cache = layer.make_cache(2, 24)
-    with torch.enable_grad(), pytest.raises(RuntimeError, match=r"a tensor without a gradient, .* torch.no_grad"):
+    with torch.enable_grad(), pytest.raises(RuntimeError, match=r"expected no gradient, .* torch.no_grad"):
         layer(x, cache=cache)
     assert cache.longest == 0
     layer.requires_grad_(False)
@@ -475,7 +475,7 @@ def test_errors_name_layers_without_a_cache():
     ({"heads": 2}, ValueError, r"cache: expected one for .* got one for \(2, 2, 2, 3, 3\)"),
     (
         {"dtype": torch.float32}, TypeError,
-        "k: expected the dtype of the cache, torch.float32, got torch.float64; make a cache with dtype",
+        "k: expected the dtype of the cache, torch.float32, got torch.float64; make one with dtype",
     ),
     ({"new_lengths": [1, 2]}, TypeError, r"new_lengths: expected a torch.Tensor, got \[1, 2\]"),
     ({"new_lengths": torch.tensor([1.0, 2.0])}, TypeError, "new_lengths: expected int32 or int64, got torch.float"),

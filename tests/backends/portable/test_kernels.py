@@ -344,5 +344,5 @@ def test_launches_of_small_and_large_problems(case, small, monkeypatch):
     monkeypatch.setattr(launch, "_MOST_PROGRAMS_OF_BOTH", 10**6 if small else 0)
     monkeypatch.setattr(launch, "_MOST_PROGRAMS_OF_FEW", 10**6 if small else 0)
     verify(case.inputs())
-    assert (launch.gradients_kernel in launched) == small
-    assert (launch.key_gradients_kernel in launched) != small
+    assert (launch.gradients.gradients_kernel in launched) == small
+    assert (launch.gradients.key_gradients_kernel in launched) != small
