@@ -95,7 +95,7 @@ def loaded(name: str) -> Backend:
 
 # torch.compile cannot trace an import
 @assume_constant_result
-def _unavailable(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
+def unavailable(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
     """Reason why the kernel backend cannot run for this dtype on the device, or None."""
     backend = load(name)
     return backend if isinstance(backend, str) else backend.unavailable(dtype, device)
@@ -123,9 +123,9 @@ def select(problem: AttentionProblem, name: str) -> BackendName:
     if name == "auto":
         # on a CPU kernels run only in the interpreter, for debugging: that backend must be named
         candidates = AUTOMATIC if problem.device.type == "cuda" else ()
-        runs = any(_unavailable(kernel, problem.dtype, problem.device) is None for kernel in candidates)
+        runs = any(unavailable(kernel, problem.dtype, problem.device) is None for kernel in candidates)
         return name if runs else "reference"
-    _refuse(name, _unavailable(name, problem.dtype, problem.device))
+    _refuse(name, unavailable(name, problem.dtype, problem.device))
     return name
 
 
@@ -136,9 +136,9 @@ def decoder(name: str, dtype: torch.dtype, device: torch.device) -> Decoder:
         return reference
     if name == "auto":
         candidates = _decoding() if device.type == "cuda" else ()
-        name = next((kernel for kernel in candidates if _unavailable(kernel, dtype, device) is None), "reference")
+        name = next((kernel for kernel in candidates if unavailable(kernel, dtype, device) is None), "reference")
         return reference if name == "reference" else cast(Decoder, loaded(name))
-    reason = _unavailable(name, dtype, device)
+    reason = unavailable(name, dtype, device)
     if reason is None and not _decodes(name):
         others = " and ".join(map(repr, _decoding()))
         reason = f"it has no kernels for new tokens over a cache; pass 'auto' or {others}"
@@ -174,4 +174,4 @@ def _profitable(problem: AttentionProblem) -> list[str]:
 
 def objection(problem: AttentionProblem, name: str, inputs: Inputs) -> str | None:
     """Reason why the kernel backend does not take this problem with these very tensors, or None."""
-    return _unavailable(name, problem.dtype, problem.device) or loaded(name).unsupported(problem, inputs)
+    return unavailable(name, problem.dtype, problem.device) or loaded(name).unsupported(problem, inputs)

@@ -61,7 +61,7 @@ def test_no_query_heads(name, decay, device):
 
 def test_backends_with_decode_kernels_decode(monkeypatch):
     """On a GPU where every backend takes the dtype."""
-    monkeypatch.setattr(registry, "_unavailable", lambda *arguments: None)
+    monkeypatch.setattr(registry, "unavailable", lambda *arguments: None)
     kind = torch.float16, torch.device("cuda", 0)
     if isinstance(registry.load("triton"), str):
         pytest.skip(registry.load("triton"))
