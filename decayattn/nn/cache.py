@@ -395,7 +395,8 @@ class DecayCache:
         log_decay = self._rates if log_decay is None else log_decay
         if log_decay is None and self.alpha is None and self.longest > 0:
             raise ValueError(
-                "log_decay: expected the constant decay, which `append` does not store; pass 0.0 if nothing decays"
+                "log_decay: expected the constant decay, a number or (H,), because `append` does not store it; "
+                "pass 0.0 if nothing decays"
             )
         # below −746 the bound is 0 anyway, and 0 · (−inf) would be NaN
         rates = self._head_numbers("log_decay", 0.0 if log_decay is None else log_decay).clamp(min=RESET_BELOW)

@@ -538,7 +538,7 @@ def test_errors_name_layers_that_cannot_be_divided(device):
         (DecayFlashAttention(WIDTH, 1), "num_heads: expected a multiple of the 2 ranks, got 1"),
         (
             DecayFlashAttention(WIDTH, HEADS, decay=nn.Linear(WIDTH, HEADS)),
-            "decay: expected a ScalarDecay, a ConstantDecay or none to divide among the ranks, got a Linear",
+            "decay: expected ScalarDecay, ConstantDecay or none, got Linear",
         ),
     ):
         with pytest.raises(ValueError, match=message):
