@@ -42,11 +42,9 @@ from decayattn.problem import DECAY_BLOCK, AttentionProblem, DecayPrefix
 _SPLITS: tl.constexpr = tl.constexpr(SPLITS)
 # block sums that one step of a scan over them reads
 _SCAN_CHUNK = 128
-# Largest number of tokens for which one program has a whole sequence, which saves a launch (B16 H16 T2048, for the
-# Hopper forward: 7.7 µs; two launches took 3.6 µs, a gap of 2.0 and 6.1)
+# largest number of tokens for which one program has a whole sequence, which saves a launch
 _MOST_TOKENS = 2048
-# one warp scans a block of tokens without synchronising with others; upper bound on the warps of a program (B16 H16
-# T2048 takes 8.4 µs with 8 warps, 7.9 with 2)
+# one warp scans a block of tokens without synchronising with others; upper bound on the warps of a program
 _MOST_WARPS = 4
 # consecutive tokens of a lane, where a warp has a block
 _LANE_TOKENS: tl.constexpr = tl.constexpr(DECAY_BLOCK // 32)
