@@ -54,20 +54,31 @@ def attention(
     problem: AttentionProblem, inputs: Inputs, backend: BackendName, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """out and, if with_lse, lse from a kernel backend, differentiable once."""
+    modes = modes_of(problem, backend)
+    if needs_operator(inputs):
+        out, lse, *_ = torch.ops.decayattn.forward.default(*inputs, *modes, with_lse)
+    else:
+        out, lse, *_ = _with_gradient(problem, inputs, modes, with_lse)
+    return out, lse if with_lse else None
+
+
+def modes_of(problem: AttentionProblem, backend: BackendName) -> Modes:
+    """The operators' arguments besides tensors."""
+    longest = (problem.longest_query, problem.longest_key) if problem.layout == "packed" else None
+    return Modes(problem.causal, problem.window, longest, problem.skip_tolerance, backend)
+
+
+def needs_operator(inputs: Inputs) -> bool:
+    """True if a call must be an operator, not the function behind it. Refuses tangents."""
     # not inputs.tensors: torch 2.10 cannot trace a property of a NamedTuple
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     if compatibility.has_tangent(tensors):
         # PyTorch would silently drop the tangent at the operator
         raise RuntimeError("decay_attention: its kernels have no forward-mode derivative; use backend='reference'")
-    longest = (problem.longest_query, problem.longest_key) if problem.layout == "packed" else None
-    modes = Modes(problem.causal, problem.window, longest, problem.skip_tolerance, backend)
-    if _is_observed(tensors):
-        if not torch.compiler.is_compiling():
-            _count_flops()
-        out, lse, *_ = torch.ops.decayattn.forward.default(*inputs, *modes, with_lse)
-    else:
-        out, lse, *_ = _with_gradient(problem, inputs, modes, with_lse)
-    return out, lse if with_lse else None
+    is_observed = _is_observed(tensors)
+    if is_observed and not torch.compiler.is_compiling():
+        _count_flops()
+    return is_observed
 
 
 def _is_observed(tensors: Iterable[Tensor]) -> bool:
@@ -275,21 +286,7 @@ def _differentiate(ctx, d_out, d_lse, *_):
     d_lse = d_lse if ctx.with_lse else None
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
-    if ctx.problem is not None and not torch.is_grad_enabled() and not _is_observed((d_out,)):
-        try:
-            gradients = backward(ctx.problem, inputs, ctx.modes.backend, out, saved, d_out, d_lse, requested)
-        except RuntimeError as error:
-            if not (_is_batch(d_out) or _is_batch(d_lse)):
-                raise
-            raise RuntimeError(
-                "decay_attention: its kernels take no batch of gradients (is_grads_batched); use backend='reference'"
-            ) from error
-    else:
-        # recorded gradients are meant to be differentiated again, which this operator refuses
-        is_seen = torch.is_grad_enabled() or compatibility.below_autograd is None
-        with contextlib.nullcontext() if is_seen else compatibility.below_autograd():
-            gradients = torch.ops.decayattn.backward.default(*inputs, *ctx.modes, out, *saved, d_out, d_lse, *requested)
-        gradients = Gradients(*gradients)
+    gradients = gradients_of(ctx.problem, inputs, ctx.modes, out, saved, d_out, d_lse, requested)
     return (
         gradients.dq,
         gradients.dk,
@@ -300,6 +297,32 @@ def _differentiate(ctx, d_out, d_lse, *_):
         gradients.d_bias if requested.bias_gradient else None,
         gradients.d_sink if requested.sink_gradient else None,
     )
+
+
+def gradients_of(
+    problem: AttentionProblem | None, inputs: Inputs, modes: Modes, out: Tensor, saved: Saved, d_out: Tensor,
+    d_lse: Tensor | None, requested: GradientRequest,
+) -> Gradients:
+    """`backward` in a backward of autograd; without a problem, the operator."""
+    if problem is not None and not torch.is_grad_enabled() and not _is_observed((d_out,)):
+        try:
+            return backward(problem, inputs, modes.backend, out, saved, d_out, d_lse, requested)
+        except RuntimeError as error:
+            if not (_is_batch(d_out) or _is_batch(d_lse)):
+                raise
+            raise RuntimeError(
+                "decay_attention: its kernels take no batch of gradients (is_grads_batched); use backend='reference'"
+            ) from error
+    # recorded gradients are meant to be differentiated again, which this operator refuses
+    with contextlib.nullcontext() if torch.is_grad_enabled() else _below_autograd():
+        return Gradients(*torch.ops.decayattn.backward.default(*inputs, *modes, out, *saved, d_out, d_lse, *requested))
+
+
+def _below_autograd() -> contextlib.AbstractContextManager:
+    """Context of operators that autograd must not see, which Dynamo cannot trace and does not need."""
+    if torch.compiler.is_dynamo_compiling() or compatibility.below_autograd is None:
+        return contextlib.nullcontext()
+    return compatibility.below_autograd()
 
 
 def _is_batch(x: Tensor | None) -> bool:
@@ -328,7 +351,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         *_, problem, inputs, modes, with_lse = arguments
-        output = _without_gradient(problem, inputs, modes, with_lse)
+        output = without_gradient(problem, inputs, modes, with_lse)
         _save(ctx, problem, inputs, modes, with_lse, output)
         # with a problem the others are not used, and each output takes host time here and in the backward
         return output if problem is None else output[:2]
@@ -340,19 +363,27 @@ class _Differentiable(torch.autograd.Function):
 
 def _with_gradient(problem, inputs, modes, with_lse):
     """out, lse and, at the operator, the saved tensors."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs.tensors):
-        if problem is None and compatibility.is_transformed():
-            raise RuntimeError("decay_attention: torch.func cannot differentiate its kernels; use backend='reference'")
+    if needs_gradient(inputs, problem is None):
         # autograd finds tensors among the arguments, not inside of them
         return _Differentiable.apply(*inputs.tensors, problem, inputs, modes, with_lse)
-    return _without_gradient(problem, inputs, modes, with_lse)
+    return without_gradient(problem, inputs, modes, with_lse)
 
 
-def _without_gradient(problem, inputs, modes, with_lse):
+def needs_gradient(inputs: Inputs, is_operator: bool) -> bool:
+    """True if autograd records a call. Refuses an operator that torch.func would differentiate."""
+    if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        return False
+    if is_operator and compatibility.is_transformed():
+        raise RuntimeError("decay_attention: torch.func cannot differentiate its kernels; use backend='reference'")
+    return True
+
+
+def without_gradient(problem, inputs, modes, with_lse):
+    """out, lse and the saved tensors; without a problem, from the operator."""
     if problem is not None:
         out, lse, saved = forward(problem, inputs, modes.backend, with_lse)
         return out, lse, *saved
-    with compatibility.below_autograd():
+    with _below_autograd():
         return torch.ops.decayattn.forward.default(*inputs, *modes, with_lse)
 
 

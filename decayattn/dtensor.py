@@ -117,7 +117,7 @@ def _local(name: str, tensor: Any, axes: Sequence[str], splits: Sequence[str | N
         return tensor
     from torch.distributed.tensor import Partial
 
-    wanted = _placements(axes[len(axes) - tensor.ndim :], splits, tensor.device_mesh, tensor.shape)
+    wanted = _placements(axes[max(0, len(axes) - tensor.ndim) :], splits, tensor.device_mesh, tensor.shape)
     for have, want in zip(tensor.placements, wanted, strict=True):
         if not have.is_replicate() and have != want:
             raise ValueError(f"{name}: expected {want} or Replicate(), to match q, got {have}")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from decayattn import autograd, dtensor, normalize, reference, validation
+from decayattn import autograd, directions, dtensor, normalize, reference, validation
 from decayattn.backends import registry
 from decayattn.problem import AttentionProblem, BackendName, Inputs, SkipTolerance
 
@@ -103,6 +103,9 @@ def decay_attention(
             |i − j|·γ_h.
             (B, T_k, H): one λ per token and query head. B and H may be 1, for the same λ in all batch entries or heads;
             T_k is never broadcast. A sequence's first λ is never used.
+            (B, T, H, 2), with causal=False: a λ per direction. The keys j ≤ i have decays of λ[..., 0], the keys j > i
+            of λ[..., 1], which reset their own side only. If both are equal, the result is that of one λ. It needs T_q
+            = T_k, and the same sequences of queries and keys where these are padded or packed.
             −inf resets: nothing before that token is visible to it or to later tokens. Values above 0 let scores grow.
             A λ below −746, where e^λ is 0 in float64, is a reset, too, and has gradient 0. Such a constant leaves a row
             its own key.
@@ -124,8 +127,9 @@ def decay_attention(
             first key of their sequence see nothing.
         return_lse: also return lse.
         skip_tolerance: upper bound on the probability that a row may lose. Causal calls with a decay and no bias skip
-            far keys, and do not read their values, while every row's loss is provably within it. "auto" is 2⁻²⁴, which
-            float32 accumulators cannot resolve (float64: 2⁻⁵³). None visits every visible key. The bound holds for any
+            far keys, and do not read their values, while every row's loss is provably within it. With a λ per direction
+            this holds for the keys before a row. "auto" is 2⁻²⁴, which float32 accumulators cannot resolve (float64:
+            2⁻⁵³). None visits every visible key. The bound holds for any
             inputs, growth and outliers included. visited_fraction returns the fraction that is left. "reference" never
             skips.
         backend: "auto" takes the fastest that accepts the problem. An explicit name is never replaced: if it cannot
@@ -216,7 +220,8 @@ def decay_attention_varlen(
 
     Args:
         q, k, v: (total_q, H, D), (total_k, H_kv, D) and (total_k, H_kv, D_v).
-        log_decay: as in decay_attention. One per token is (total_k, H), or (total_k, 1) for all heads.
+        log_decay: as in decay_attention. One per token is (total_k, H), or (total_k, 1) for all heads; one per
+            direction is (total_k, H, 2), with the same cu_seqlens and max_seqlen for queries and keys.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 or int64, non-decreasing. Falling offsets raise on a CPU. On
             a GPU an offset below an earlier one counts as that one. They are read when the kernels run, so a CUDA graph
             may be replayed after a change in place.
@@ -293,4 +298,6 @@ def _attend(problem: AttentionProblem, inputs: Inputs, backend: BackendName, ret
     chosen = registry.select(problem, backend)
     if chosen == "reference":
         return reference.attention(problem, inputs)
+    if inputs.log_decay is not None and inputs.log_decay.ndim == 4:
+        return directions.attention(problem, inputs, chosen, return_lse)  # type: ignore[return-value]
     return autograd.attention(problem, inputs, chosen, return_lse)  # type: ignore[return-value]

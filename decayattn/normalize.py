@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from decayattn.compatibility import refuse_unless
 from decayattn.problem import RESET_BELOW, AttentionProblem, Inputs, SkipTolerance, within
 from decayattn.validation import check_arguments, check_packed_arguments, integer
 
@@ -40,7 +41,7 @@ def packed(
     if not torch.compiler.is_compiling():  # a comparison would specialise a graph to these lengths
         # any max_seqlen then fits into 32 bits
         max_seqlen_q, max_seqlen_k = within(max_seqlen_q, q.shape[1]), within(max_seqlen_k, k.shape[1])
-    if isinstance(log_decay, Tensor) and log_decay.ndim == 2:
+    if isinstance(log_decay, Tensor) and log_decay.ndim > 1:
         log_decay = log_decay[None]
     rows = tokens = sequence_spans(cu_seqlens_q, q.shape[1], max_seqlen_q)
     if cu_seqlens_k is not cu_seqlens_q or k.shape[1] != q.shape[1] or max_seqlen_k != max_seqlen_q:
@@ -84,6 +85,12 @@ def problem_of(
 ) -> AttentionProblem:
     """Problem of checked arguments and their inputs. longest: that of AttentionProblem.of."""
     q, _, v, log_decay, row_scale, bounds, bias, _, _ = inputs
+    if bounds is not None and log_decay is not None and log_decay.ndim == 4:
+        refuse_unless(
+            (bounds[:, :2] == bounds[:, 2:]).all(),
+            "log_decay: expected the same queries and keys in every sequence with a gate per direction, got others; "
+            "pass equal cu_seqlens, leftpad and seqused for both",
+        )
     return AttentionProblem.of(
         q, v, log_decay, row_scale, causal, window_of(window_size, causal), bounds, longest, bias,
         tolerance_of(skip_tolerance, q.dtype),
@@ -91,7 +98,7 @@ def problem_of(
 
 
 def _per_head(log_decay: Tensor | float | None, q: Tensor) -> Tensor | None:
-    """log_decay as None, (H,) or (B, T_k, H)."""
+    """log_decay as None, (H,), (B, T_k, H) or (B, T_k, H, 2)."""
     if log_decay is None:
         return None
     if not isinstance(log_decay, Tensor):
@@ -101,8 +108,8 @@ def _per_head(log_decay: Tensor | float | None, q: Tensor) -> Tensor | None:
         return torch.full((q.shape[2],), number, dtype=dtype, device=q.device)
     batch, _, heads, _ = q.shape
     shape = log_decay.shape
-    if len(shape) == 3 and (shape[0] != batch or shape[2] != heads):
-        return log_decay.expand(batch, -1, heads)
+    if len(shape) > 2 and (shape[0] != batch or shape[2] != heads):
+        return log_decay.expand(batch, -1, heads, *shape[3:])
     return log_decay if shape else log_decay.expand(heads)
 
 

@@ -70,7 +70,8 @@ def attention_rows(
         q, k = (torch.where(inside[..., None, None], x, 0.0) for inside, x in ((is_row, q), (is_key, k)))
         row_scale = None if row_scale is None else torch.where(is_row[..., None], row_scale, 1.0)
         if log_decay is not None and problem.decay == "scalar":
-            log_decay = torch.where((is_key & (token > first_key))[..., None], log_decay, 0.0)
+            used = (is_key & (token > first_key)).view(*is_key.shape, *(1,) * (log_decay.ndim - 2))
+            log_decay = torch.where(used, log_decay, 0.0)
             is_row = is_row & (i >= first_key)  # before the first key there is no λ
         is_seen = (is_row[..., None] & is_key[:, None])[:, None]
     (k,) = reference.keys_of_heads(problem, k)
@@ -90,7 +91,8 @@ def decay_matrix(
     Transformer (Lin et al., arXiv 2503.02130).
 
     Args:
-        log_decay: natural logarithm, (B, T, H) per token or (H,) per head, float32 or float64.
+        log_decay: natural logarithm, (B, T, H) per token or (H,) per head, float32 or float64; not causal, also (B, T,
+            H, 2), a gate per direction.
         rows: positions of the rows, as in attention_rows; None: all.
         length: number of keys of a constant decay; None for a decay per token, which has T.
         causal: hide the keys after a row. Otherwise the decay acts in both directions.
@@ -102,13 +104,13 @@ def decay_matrix(
         TypeError, ValueError: for every bad argument, by name.
     """
     check_tensor("log_decay", log_decay)
-    if log_decay.ndim not in (1, 3):
-        raise ValueError(f"log_decay: expected (B, T, H) or (H,), got {tuple(log_decay.shape)}")
+    if log_decay.ndim not in (1, 3, 4):
+        raise ValueError(f"log_decay: expected (B, T, H), (B, T, H, 2) or (H,), got {tuple(log_decay.shape)}")
     constant = log_decay.ndim == 1
     if constant != (length is not None):
         raise ValueError("length: expected the number of keys of a constant log_decay (H,), and None for (B, T, H)")
     shape = log_decay.shape if length is None else (1, check_count("length", length), len(log_decay))
-    zeros, tokens = torch.zeros(*shape, 1, dtype=log_decay.dtype, device=log_decay.device), shape[1]
+    zeros, tokens = torch.zeros(*shape[:3], 1, dtype=log_decay.dtype, device=log_decay.device), shape[1]
     problem, _ = normalize.dense(zeros, zeros, zeros, log_decay, None, causal)
     rows = _checked_rows(range(tokens) if rows is None else rows, tokens, log_decay.device)
     j = torch.arange(tokens, device=log_decay.device)

@@ -221,7 +221,7 @@ def _attend(
         block = inputs._replace(
             q=inputs.q[:, some], k=k[:, seen], v=v[:, seen],
             row_scale=None if inputs.row_scale is None else inputs.row_scale[:, some],
-            bias=None if inputs.bias is None else _block_of_bias(inputs.bias, some, seen),
+            bias=None if inputs.bias is None else block_of_bias(inputs.bias, some, seen),
         )
         j = torch.arange(seen.start, seen.stop, device=i.device)
 
@@ -307,7 +307,7 @@ def _visible_keys(problem: AttentionProblem, first: tuple[int, int] | None, star
     return slice(begin, end)
 
 
-def _block_of_bias(bias: Tensor, rows: slice, keys: slice) -> Tensor:
+def block_of_bias(bias: Tensor, rows: slice, keys: slice) -> Tensor:
     """Block of these rows and keys of a bias that broadcasts to (B, H, T_q, T_k)."""
     bias = bias if bias.ndim < 1 or bias.shape[-1] == 1 else bias[..., keys]
     return bias if bias.ndim < 2 or bias.shape[-2] == 1 else bias[..., rows, :]
@@ -399,6 +399,9 @@ def scaled_products(q: Tensor, k: Tensor, scale: Tensor | float) -> Tensor:
 def decay_bias(problem: AttentionProblem, log_decay: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """sign(i − j) (α_i − α_j) in float64, broadcastable to (B, H, T_q, T_k). Resets count as 0 (see visible_pairs)."""
     distance = i[..., :, None] - j
+    if log_decay.ndim == 4:  # a gate per direction
+        of_left, of_right = (decay_bias(problem, x, i, j) for x in log_decay.unbind(-1))
+        return torch.where(distance >= 0, of_left, of_right)
     unused = is_reset(log_decay)
     if problem.decay == "scalar":
         # no pair has the first token between them: its gradient is exactly 0, not a rounding error
@@ -417,6 +420,9 @@ def visible_pairs(
 ) -> Tensor:
     """True where query row i sees key j, broadcastable to (B, H, T_q, T_k); inside: that of row_weights."""
     distance = i[..., :, None] - j
+    if log_decay is not None and log_decay.ndim == 4:
+        of_left, of_right = (visible_pairs(problem, x, i, j, inside) for x in log_decay.unbind(-1))
+        return torch.where(distance >= 0, of_left, of_right)
     left, right = problem.window
     visible = distance >= 0 if problem.causal else torch.ones_like(distance, dtype=torch.bool)
     if left >= 0:

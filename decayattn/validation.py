@@ -27,7 +27,7 @@ def check_arguments(
     check_same("k", "batch size of q", q.shape[0], k.shape[0])
     check_same("v", "batch size of q", q.shape[0], v.shape[0])
     check_bool("causal", causal)
-    per_token = _check_log_decay(log_decay, q, k, "(B, T_k, H)")
+    per_token = _check_log_decay(log_decay, q, k, "(B, T_k, H)", causal)
     _check_scale(scale, q, "(B, T_q, H)")
     check_window(window_size)
     _check_sink(sink, q)
@@ -52,7 +52,7 @@ def check_packed_arguments(
     """Refuse every bad argument of decay_attention_varlen by name."""
     _check_tensors(q, k, v, ("tokens", "heads", "head_dim"))
     check_bool("causal", causal)
-    _check_log_decay(log_decay, q, k, "(total_k, H)")
+    _check_log_decay(log_decay, q, k, "(total_k, H)", causal)
     _check_scale(scale, q, "(total_q, H)")
     check_window(window_size)
     _check_sink(sink, q)
@@ -233,7 +233,7 @@ def _check_term(name: str, x: object, q: Tensor, expected: str = "None or a tens
     return x
 
 
-def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, k: Tensor, axes: str) -> bool:
+def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, k: Tensor, axes: str, causal: bool) -> bool:
     """Check log_decay. True if there is one per token."""
     if log_decay is None:
         return False
@@ -256,9 +256,18 @@ def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, k: Tensor, axe
         return True
     if _is_decay(log_decay.shape, per_token):
         return log_decay.ndim > 1
+    if log_decay.ndim > 2 and log_decay.shape[-1] == 2 and _is_decay(log_decay.shape[:-1], per_token):
+        if causal:
+            raise ValueError(
+                f"log_decay: expected {axes} with causal=True, got a gate per direction, {tuple(log_decay.shape)}; "
+                "pass log_decay[..., 0], or causal=False"
+            )
+        check_same("q", "sequence length of k with a gate per direction", k.shape[-3], q.shape[-3])
+        return True
     raise ValueError(
         f"log_decay: expected shape () or (H,) = ({per_token[-1]},) for a constant decay, or {axes} = {per_token} for "
-        f"one per token, where batch and heads may be 1, got {tuple(log_decay.shape)}"
+        f"one per token, where batch and heads may be 1 (and {axes[:-1]}, 2) with causal=False), got "
+        f"{tuple(log_decay.shape)}"
         f"{_decay_hint(log_decay.shape, q, k, per_token)}"
     )
 

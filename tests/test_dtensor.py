@@ -19,6 +19,7 @@ DECAYS = {
     "0-d": lambda: torch.tensor(-0.1, dtype=torch.float64),
     "constant": lambda: -torch.rand(H, dtype=torch.float64),
     "scalar": lambda: -torch.rand(B, T, H, dtype=torch.float64),
+    "directions": lambda: -torch.rand(B, T, H, 2, dtype=torch.float64),
     "one for all heads": lambda: -torch.rand(B, T, 1, dtype=torch.float64),
     "one for the batch": lambda: -torch.rand(1, T, H, dtype=torch.float64),
 }
@@ -35,9 +36,9 @@ def tensors(decay: str) -> dict:
 def placements_of(name: str, value: torch.Tensor, split: str) -> list:
     """Placements by the split of q: sharded if the tensor has that axis, or replicated if it must be split."""
     if split == "batch":
-        axis = 0 if name in ("q", "k", "v") or (name == "log_decay" and value.ndim == 3) else None
+        axis = 0 if name in ("q", "k", "v") or (name == "log_decay" and value.ndim > 1) else None
     else:
-        axis = {"bias": 1, "q": 2, "k": 2, "v": 2}.get(name, value.ndim - 1)
+        axis = {"bias": 1, "q": 2, "k": 2, "v": 2}.get(name, min(value.ndim - 1, 2))
     if axis is None or value.ndim == 0 or value.shape[axis] == 1 or name == "scale":  # scale is cut up
         return [Replicate()]
     return [Shard(axis)]
@@ -66,7 +67,8 @@ def test_results_and_gradients_equal_one_process(device, split, decay):
     sharded = [(Shard(SPLITS[split]),), (Shard(0 if split == "batch" else 1),)]
     results = []
     for inputs in (plain, given):
-        found = decay_attention(**inputs, return_lse=decay != "none", backend="reference")
+        options = dict(causal=decay != "directions", backend="reference")
+        found = decay_attention(**inputs, return_lse=decay != "none", **options)
         results.append(found if isinstance(found, tuple) else (found,))
         whole = [x.full_tensor() if inputs is given else x for x in results[-1]]
         sum((x * w).sum() for x, w in zip(whole, weights, strict=False)).backward()

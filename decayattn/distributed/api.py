@@ -260,7 +260,7 @@ def _sliced(
         "lengths": slices.lengths,
         "q": (problem.device.type, problem.dtype, problem.batch, problem.num_heads, problem.head_dim),
         "k": (problem.num_kv_heads, problem.head_dim), "v": problem.value_dim,
-        "log_decay": None if rates is None else (problem.decay, rates.dtype),
+        "log_decay": None if rates is None else (problem.decay, rates.shape[3:], rates.dtype),
         "scale": inputs.scale if inputs.row_scale is None else "one per row", "window_size": window,
         "cu_seqlens": None if cu_seqlens is None else cu_seqlens.shape[0], "max_seqlen": longest,
         "skip_tolerance": problem.skip_tolerance,

@@ -24,8 +24,9 @@ def attention(
     """Two exchanges around one call of decay_attention, or of decay_attention_varlen, with these options."""
     kv_heads = math.lcm(k.shape[2], slices.ranks)
     per_row: dict[str, Any] = {"log_decay": log_decay, "scale": scale}
-    per_row = {name: x for name, x in per_row.items() if isinstance(x, Tensor) and x.ndim == 3}
-    q, k, v, *exchanged = RowsToHeads.apply(slices, kv_heads, check, q, k, v, *(x[..., None] for x in per_row.values()))
+    per_row = {name: x for name, x in per_row.items() if isinstance(x, Tensor) and x.ndim > 2}
+    columns = (x[..., None].flatten(3) for x in per_row.values())  # a log_decay may have a gate per direction
+    q, k, v, *exchanged = RowsToHeads.apply(slices, kv_heads, check, q, k, v, *columns)
     options |= {"log_decay": log_decay, "scale": scale}
     options |= {name: x.squeeze(-1) for name, x in zip(per_row, exchanged, strict=True)}
     if log_decay is not None and log_decay.ndim == 1:
@@ -37,7 +38,7 @@ def attention(
     if cu_seqlens is None:
         result = decay_attention(q, k, v, **options)
     else:
-        options |= {name: x.squeeze(0) for name, x in options.items() if isinstance(x, Tensor) and x.ndim == 3}
+        options |= {name: x.squeeze(0) for name, x in options.items() if isinstance(x, Tensor) and x.ndim > 2}
         result = decay_attention_varlen(
             q.squeeze(0), k.squeeze(0), v.squeeze(0), cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
             max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, **options,

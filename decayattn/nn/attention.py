@@ -90,6 +90,7 @@ class DecayFlashAttention(Spared):
             A module: a configured ScalarDecay or ConstantDecay, or any module of your own that maps x to a float32
             log_decay of shape (H,) or (B, T, H).
         causal: a token sees itself and the past; otherwise everything, with the decay in both directions.
+            decay=ScalarDecay(embed_dim, num_heads, directions=2) gives each direction its own gate, (B, T, H, 2).
         bias: biases in both projections.
         qk_norm: RMSNorm over head_dim of every query and key head, with learned gains. True: one gain for all query
             heads, one for all key heads; "per_head": a gain for each. `layer.q_norm.eps` and `.k_norm.eps` are 1e-6.
@@ -187,6 +188,8 @@ class DecayFlashAttention(Spared):
         self.sink = nn.Parameter(torch.empty(num_heads, **options)) if check_bool("sink", sink) else None
         self.log_scale = nn.Parameter(torch.empty(num_heads, **options)) if scale == "learned" else None
         self.decay = _build_decay(decay, self.embed_dim, num_heads, options)
+        if causal and getattr(self.decay, "directions", 1) > 1:
+            raise ValueError("causal: expected False with a gate per direction, got True; use directions=1")
         self.tensor_mesh: Any = None  # the DeviceMesh of tensor parallelism; see decayattn.nn.tensor_parallel_plan
         self._zero_start()
 
@@ -238,10 +241,10 @@ class DecayFlashAttention(Spared):
             cache: from make_cache; the tokens of x are appended to it. Inference only.
             new_lengths: (B,) int32 or int64, with a cache and instead of a padding_mask: number of valid tokens in each
                 entry of x. The rest is padding: it may hold any values, and its outputs are undefined.
-            log_decay: (B, T, H), or (H,) for a constant one, float32 (float64 with float64 tokens): the decay of this
-                call, instead of the layer's own module. The module is not called and gets no gradient, so build the
-                layer with decay="none" if no call needs it. For irregular time steps, pass a rate per second times the
-                seconds since the previous token::
+            log_decay: (B, T, H), or (H,) for a constant one, or (B, T, H, 2) with causal=False, float32 (float64 with
+                float64 tokens): the decay of this call, instead of the layer's own module. The module is not called and
+                gets no gradient, so build the layer with decay="none" if no call needs it. For irregular time steps,
+                pass a rate per second times the seconds since the previous token::
 
                     layer(x, log_decay=-rates * seconds[..., None])   # rates (H,), seconds (B, T)
 
@@ -275,7 +278,7 @@ class DecayFlashAttention(Spared):
             out = self.context.attend(q, k, v, log_decay, **options)
         elif given.cu_seqlens is not None:
             longest = x.shape[1] if max_seqlen is None else max_seqlen
-            per_token = isinstance(log_decay, Tensor) and log_decay.ndim == 3
+            per_token = isinstance(log_decay, Tensor) and log_decay.ndim > 1
             # not indexed: the backward of an index copies the gradient into zeros
             out = decay_attention_varlen(
                 q.squeeze(0), k.squeeze(0), v.squeeze(0), log_decay.squeeze(0) if per_token else log_decay,  # type: ignore[union-attr]
@@ -302,7 +305,8 @@ class DecayFlashAttention(Spared):
         if (mesh := self.tensor_mesh) is not None:
             x = replicated(x, mesh)
             memory, log_decay = (None if t is None else replicated(t, mesh) for t in (memory, log_decay))
-            log_decay = None if log_decay is None else log_decay.chunk(mesh.size(), -1)[mesh.get_local_rank()]
+            if log_decay is not None:
+                log_decay = log_decay.chunk(mesh.size(), min(log_decay.ndim - 1, 2))[mesh.get_local_rank()]
         padding: Tensor | None = None
         bounds: dict[str, Any] = {}
         if given.padding_mask is not None:
@@ -339,9 +343,10 @@ class DecayFlashAttention(Spared):
         if log_decay is None and self.decay is not None:
             log_decay = self.decay(x)
         if resets is not None:
-            if not isinstance(log_decay, Tensor) or log_decay.ndim != 3:
+            if not isinstance(log_decay, Tensor) or log_decay.ndim < 3:
                 raise ValueError("resets: expected a decay per token; with a constant decay use cu_seqlens")
-            log_decay = log_decay.masked_fill(resets.bool()[..., None], -math.inf)
+            resets = resets.bool().view(*resets.shape, *(1,) * (log_decay.ndim - 2))
+            log_decay = log_decay.masked_fill(resets, -math.inf)
         unshifted = None
         if mixing:
             unshifted, starts = (k, v), self._starts(k, log_decay, bounds.get("leftpad_k"), given.cu_seqlens, begin)
@@ -372,6 +377,8 @@ class DecayFlashAttention(Spared):
     ) -> Tensor | None:
         """True at keys that a shift must not mix with the key before, (B or 1, T or 1, H_kv or 1); None without any."""
         found = []
+        if isinstance(log_decay, Tensor) and log_decay.ndim == 4:
+            log_decay = log_decay.amin(-1)  # a reset in either direction
         if isinstance(log_decay, Tensor) and log_decay.shape[-1:] == (self.num_heads,):
             found.append(is_reset(log_decay).unflatten(-1, (self.num_kv_heads, -1)).any(-1))
         if first is not None:
@@ -531,7 +538,7 @@ class DecayFlashAttention(Spared):
                 "errors add up over tokens; FSDP2 casts inputs unless its policy has cast_forward_inputs=False"
             )
         heads = self.num_heads * (1 if self.tensor_mesh is None else self.tensor_mesh.size())
-        expected = (heads,) if log_decay.ndim == 1 else (*tokens.shape[:2], heads)
+        expected = (heads,) if log_decay.ndim == 1 else (*tokens.shape[:2], heads, *(2,) * (log_decay.ndim == 4))
         if log_decay.shape != expected:
             raise ValueError(
                 f"log_decay: expected (H,) = ({heads},) or (B, T, H) = {(*tokens.shape[:2], heads)}, got "

@@ -1,7 +1,8 @@
 """Decay modules: they map the layer's input to the log-decay that decay_attention takes.
 
-Any module that maps x (B, T, embed_dim) to log_decay, (H,) or (B, T, H) in float32, can be a layer's decay. Both
-modules here derive from Decay, which keeps their parameters in float32 when the model is converted to 16 bits.
+Any module that maps x (B, T, embed_dim) to log_decay, (H,), (B, T, H) or (B, T, H, 2) in float32, can be a layer's
+decay. Both modules here derive from Decay, which keeps their parameters in float32 when the model is converted to 16
+bits.
 """
 
 import functools
@@ -143,6 +144,9 @@ class ScalarDecay(Decay):
 
         log_decay[b, t, h] = logsigmoid(x[b, t] · weight[h] + bias[h])
 
+    With directions=2, log_decay is (B, T, H, 2): the gates of the keys before a row and of those after it. The two of a
+    head are consecutive in weight (2 H, embed_dim) and bias (2 H,).
+
     Initially the weight is 0 and the biases give the heads half-lives. By default these are spaced evenly in the
     logarithm, and head 0 has the shortest. With a zero weight the half-lives are the requested ones at any scale of x.
     The weight learns from the first step on, because its gradient is x times that of the gate's logit.
@@ -156,17 +160,21 @@ class ScalarDecay(Decay):
         num_heads: query heads H.
         initial_half_lives: initial half-lives in tokens. (shortest, longest): the heads are spread between them, and a
             single head gets their geometric mean. Or one number per head, a sequence or a tensor (H,).
+        directions: 1, or 2 for a layer with causal=False; both gates of a head start with the same half-life.
         device, dtype: of the parameters, as in torch.nn; a dtype below float32 gives float32.
 
     Raises:
         TypeError, ValueError: for a bad argument, by name.
     """
 
+    directions: int = 1  # a module that an older version pickled has none of its own
+
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
         *,
+        directions: int = 1,
         initial_half_lives: Sequence[float] | Tensor = (4.0, 1024.0),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -174,26 +182,32 @@ class ScalarDecay(Decay):
         super().__init__(num_heads)
         self.embed_dim = check_positive_int("embed_dim", embed_dim)
         self.initial_half_lives = check_half_lives("initial_half_lives", initial_half_lives, self.num_heads)
+        self.directions = check_positive_int("directions", directions)
+        if self.directions > 2:
+            raise ValueError(f"directions: expected 1 or 2, got {directions}")
         options: dict[str, Any] = {"device": device, "dtype": _parameter_dtype(dtype)}
-        self.weight = nn.Parameter(torch.empty(num_heads, embed_dim, **options))
-        self.bias = nn.Parameter(torch.empty(num_heads, **options))
+        self.weight = nn.Parameter(torch.empty(num_heads * directions, embed_dim, **options))
+        self.bias = nn.Parameter(torch.empty(num_heads * directions, **options))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Reset the weight to 0 and the biases to initial_half_lives."""
         self.weight.zero_()
-        _fill(self.bias, [_gate_logit(h) for h in spread_half_lives(self.initial_half_lives, self.num_heads)])
+        half_lives = spread_half_lives(self.initial_half_lives, self.num_heads)
+        _fill(self.bias, [_gate_logit(h) for h in half_lives for _ in range(self.directions)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """log_decay (B, T, H) < 0."""
+        """log_decay (B, T, H) < 0, or (B, T, H, 2)."""
         return self._gates(x, local_part)
 
     forward.refuses_16_bits = True  # type: ignore[attr-defined]  # by _wide, in a third of the time of the wrapper
 
     @torch.no_grad()
     def half_lives(self, x: Tensor) -> Tensor:
-        """Half-life in tokens of every gate for x, (B, T, H). record_half_lives gives that of a head over a text.
+        """Half-life in tokens of every gate for x, (B, T, H) or (B, T, H, 2).
+
+        record_half_lives gives that of a head over a text.
 
         A collective if the parameters are sharded. Under tensor parallelism, the heads are this rank's.
         """
@@ -204,11 +218,15 @@ class ScalarDecay(Decay):
         dtype = torch.promote_types(x.dtype, torch.float32)
         with without_autocast(x.device):
             weight, bias = (part(self._wide(name), self.tensor_mesh).to(dtype) for name in ("weight", "bias"))
-            return F.logsigmoid(F.linear(x.to(dtype), weight, bias))
+            gates = F.logsigmoid(F.linear(x.to(dtype), weight, bias))
+        return gates if self.directions == 1 else gates.unflatten(-1, (-1, self.directions))
 
     def extra_repr(self) -> str:
         half_lives = ", ".join(f"{half_life:g}" for half_life in self.initial_half_lives)
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, initial_half_lives=({half_lives})"
+        directions = f"directions={self.directions}, " if self.directions > 1 else ""
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, {directions}initial_half_lives=({half_lives})"
+        )
 
 
 class ConstantDecay(Decay):

@@ -72,7 +72,8 @@ def record_half_lives(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
     The half-life of a head over a text is ln 2 / mean(−λ), with the mean of its log-decay over the text's tokens. The
     dict has an entry (H,) for each DecayFlashAttention with a decay, and for each `Decay` outside of one, under its
-    name in model.named_modules(). Several forwards give one mean. A constant decay gives its rates.
+    name in model.named_modules(). Several forwards give one mean. A constant decay gives its rates. With a gate per
+    direction it is the mean of both.
 
     The mean leaves out λ that no score uses: padding, resets (also λ below −746), and the first λ of each sequence. The
     half-life is inf if the mean is 0 or more, and NaN before a head has used a token. Padding counts if the layer does
@@ -117,6 +118,7 @@ def record_half_lives(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         rates = whole(given).double()
         used = torch.ones_like(rates)
         if rates.ndim > 1:
+            rates = rates.mean(-1) if rates.ndim == 4 else rates  # a gate per direction
             rates = rates[None].flatten(0, -3)  # a user's packed text is (total, H)
             options: dict[str, Any] = {key: whole(value) for key, value in running.get(name, {}).items()}
             used = _used(rates, layers.get(name), **options)[..., None] & ~is_reset(rates)

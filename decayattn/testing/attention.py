@@ -139,7 +139,7 @@ def verify_attention_varlen(
             options[f"max_seqlen_{axis}"] = max([0, *options[f"cu_seqlens_{axis}"].diff().tolist()])
     defaults = {"scale": None, "causal": True, "window_size": None, "sink": None, "skip_tolerance": None}
     problem, inputs = normalize.packed(q, k, v, log_decay, **defaults | options)
-    if isinstance(log_decay, Tensor) and log_decay.ndim == 2:
+    if isinstance(log_decay, Tensor) and log_decay.ndim > 1:
         log_decay = log_decay[None]
     arguments = Arguments(*inputs[:3], log_decay, options.pop("scale", None), None, options.pop("sink", None))
     grad_out, grad_lse = (x if x is None else x[None] for x in (grad_out, grad_lse))

@@ -137,8 +137,9 @@ class Call:
         g = h // (self.problem.num_heads // self.problem.num_kv_heads)
         if isinstance(log_decay, Tensor):
             heads = self.problem.num_heads
-            per_token = log_decay.ndim == 3
-            log_decay = log_decay.expand(len(q), -1, heads)[b, tokens, h] if per_token else log_decay.expand(heads)[h]
+            per_token = log_decay.ndim > 2
+            whole = (len(q), -1, heads, *log_decay.shape[3:]) if per_token else (heads,)
+            log_decay = log_decay.expand(whole)[(b, tokens, h) if per_token else h]
         elif log_decay is not None:
             log_decay = torch.full(h.shape, log_decay, dtype=torch.float64, device=q.device)
         if isinstance(scale, Tensor):
@@ -150,13 +151,12 @@ class Call:
             bias = bias.expand(len(q), self.problem.num_heads, q.shape[1], k.shape[1])[b, h, rows, tokens]
             bias = bias if bias.dtype == torch.bool else bias.to(dtype)
         q = q[b, rows, h].to(dtype)
-        causal = self.problem.causal
-        if tokens.start == tokens.stop:
-            # outside of the sequences q and scale may be NaN; without keys decay_attention requires causal=True
-            q, scale, causal = torch.zeros_like(q), torch.zeros_like(scale), True
+        if rows.start == rows.stop or tokens.start == tokens.stop:
+            # outside of the sequences q and scale may be NaN; not causal, a λ per token requires rows with keys
+            q, scale, log_decay = torch.zeros_like(q), torch.zeros_like(scale), None
         return {
             "q": q, "k": k[b, tokens, g].to(dtype), "v": v[b, tokens, g].to(dtype), "log_decay": log_decay,
-            "scale": scale, "causal": causal, "window": self.problem.window,
+            "scale": scale, "causal": self.problem.causal, "window": self.problem.window,
             "bias": bias, "sink": None if sink is None else sink[h].to(dtype),
             "grad_out": self.grad_out[b, rows, h].to(dtype), "grad_lse": self.grad_lse[b, h, rows].to(dtype),
         }
@@ -186,7 +186,7 @@ class Call:
         optional = {"dscale": (rows,), "dbias": (rows, keys), "dsink": ()}
         for name, x in broadcast.items():
             if x.is_floating_point():
-                shapes[name] = optional[name] if name in optional else (keys,) * (x.ndim == 3)
+                shapes[name] = optional[name] if name in optional else (keys, *x.shape[3:]) if x.ndim > 2 else ()
         total = {
             name: given["q"].new_zeros(
                 problem.batch, problem.num_kv_heads if name in ("dk", "dv") else problem.num_heads, *shape, dtype=dtype
@@ -196,6 +196,8 @@ class Call:
             part = evaluate(**self.heads(bounds, some, dtype))
             b, h = some.unbind(1)
             for name, result in total.items():
+                if name not in part:  # dlog_decay without rows or without tokens
+                    continue
                 at = (b, h // group if name in ("dk", "dv") else h)
                 if name == "dbias":
                     result = result[:, :, bounds.rows, bounds.tokens]
@@ -220,7 +222,7 @@ class Call:
             q, k, v, decay, scale, bias, sink = (leaves.get(f"d{name}", heads[name]) for name in INPUTS)
             out, lse = decay_attention(  # pairs on the head axis
                 *(x.transpose(0, 1)[None] for x in (q, k, v)),
-                decay if decay is None or decay.ndim == 1 else decay.T[None],
+                decay if decay is None or decay.ndim == 1 else decay.transpose(0, 1)[None],
                 scale=scale if scale.ndim == 1 else scale.T[None], bias=None if bias is None else bias[None],
                 causal=causal, window_size=window, sink=sink, return_lse=True, backend="reference",
             )

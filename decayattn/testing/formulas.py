@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,8 @@ def explicit_attention(
 
     Args:
         q, k, v: (N, T_q, D), (N, T_k, D), (N, T_k, D_v), in the dtype of the computation.
-        log_decay: None, (N,) constant or (N, T_k) per token; α is accumulated in float64.
+        log_decay: None, (N,) constant, (N, T_k) per token or (N, T_k, 2) with a gate per direction; α is accumulated in
+            float64.
         scale: (N,), or (N, T_q) for one per row.
         grad_out, grad_lse: (N, T_q, D_v), (N, T_q).
         window: (left, right), row i sees the keys i − left ≤ j ≤ i + right; −1 is no limit.
@@ -84,7 +86,8 @@ def explicit_attention(
     result = {"out": v.new_zeros(heads, rows, v.shape[2]), "lse": q.new_zeros(heads, rows)}
     result |= {name: torch.zeros_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     result["dscale"] = q.new_zeros(heads, rows)
-    dalpha, touching = q.new_zeros(2, heads, keys, dtype=torch.float64)
+    gates = [] if log_decay is None or log_decay.ndim == 1 else torch.atleast_3d(log_decay).unbind(-1)
+    dalpha, touching = q.new_zeros(2, 2, heads, keys, dtype=torch.float64)
     dgamma = q.new_zeros(heads, dtype=torch.float64)
     if bias is not None and bias.dtype != torch.bool:
         result["dbias"] = q.new_zeros(heads, rows, keys)
@@ -97,8 +100,8 @@ def explicit_attention(
     for start in range(0, max(1, rows), step):  # at least once, because there is always a result
         chunk = slice(start, min(start + step, rows))
         i, s, qi = position[chunk], row_scale[:, chunk], q[:, chunk]
-        visible = _visible(log_decay, causal, window, i, j)
-        decay, added = _decay_term(log_decay, i, j), q.new_zeros(())
+        visible = _on_sides(_visible, log_decay, i, j, causal, window)
+        decay, added = _on_sides(_decay_term, log_decay, i, j), q.new_zeros(())
         of_blocks = of_rows = torch.zeros((), dtype=torch.float64, device=q.device)
         if log_decay is not None and by_columns:
             decay, of_blocks, of_rows = _decay_by_columns(log_decay, i, j, prefix_block)
@@ -141,7 +144,7 @@ def explicit_attention(
         result["lse"][:, chunk] = lse
         if absolute:
             s, qi = s.abs(), qi.abs()
-            sizes = s * (qi @ k.abs().mT) + _decay_size(log_decay, i, j, prefix_block) + added.abs()
+            sizes = s * (qi @ k.abs().mT) + _on_sides(_decay_size, log_decay, i, j, prefix_block) + added.abs()
             sizes = torch.where(visible, sizes, 0.0)
             if sizes.numel():
                 result["score_size"] = torch.maximum(result["score_size"], sizes.amax((1, 2)))
@@ -184,18 +187,23 @@ def explicit_attention(
         dgamma += (ds * distance.abs()).sum((1, 2), dtype=torch.float64)
         if keys:
             # σ is 1 on the diagonal, where both sums hold the same dS
-            dalpha += _rows_on_keys((ds if causal else torch.where(distance >= 0, ds, -ds)), i, minus=True)
-            touching += _rows_on_keys(ds, i) if absolute else 0
+            signed = ds if causal else torch.where(distance >= 0, ds, -ds)
+            for n in range(len(gates)):
+                of_gate = signed if len(gates) == 1 else signed.masked_fill((distance < 0) == (n == 0), 0.0)
+                dalpha[n] += _rows_on_keys(of_gate, i, minus=True)
+                touching[n] += _rows_on_keys(of_gate.abs(), i) if absolute else 0
 
     if log_decay is not None and log_decay.ndim == 1:
         result["dlog_decay"] = dgamma
-    elif log_decay is not None:
+    for n, gate in enumerate(gates):
         # With absolute values the sum is over the pairs that t separates. A pair on one side of t enters twice with
         # opposite signs and leaves its rounding error, which is random: these add in quadrature
-        residue = _suffix_sums(touching.square(), log_decay).clamp(min=0).sqrt()
-        result["dlog_decay"] = _suffix_sums(dalpha, log_decay) + residue
+        residue = _suffix_sums(touching[n].square(), gate).clamp(min=0).sqrt()
+        dalpha[n] = _suffix_sums(dalpha[n], gate) + residue
         if absolute:
-            result["dlog_decay"].clamp_(min=FAINTEST).masked_fill_(_has_no_gradient(log_decay), 0.0)
+            dalpha[n].clamp_(min=FAINTEST).masked_fill_(_has_no_gradient(gate), 0.0)
+    if log_decay is not None and log_decay.ndim > 1:
+        result["dlog_decay"] = dalpha[: len(gates)].movedim(0, -1).reshape(log_decay.shape)
     return result
 
 
@@ -345,6 +353,14 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
+def _on_sides(term: Callable[..., Tensor], log_decay: Tensor | None, i: Tensor, j: Tensor, *rest: Any) -> Tensor:
+    """term(λ, i, j, …); with a gate per direction, that of each gate on its side of the diagonal."""
+    if log_decay is None or log_decay.ndim < 3:
+        return term(log_decay, i, j, *rest)
+    left, right = (term(gate, i, j, *rest) for gate in log_decay.unbind(-1))
+    return torch.where(i[:, None] >= j, left, right)
+
+
 def _decay_term(log_decay: Tensor | None, i: Tensor, j: Tensor) -> Tensor:
     """The sum of λ over (min(i, j), max(i, j)] in float64."""
     distance = i[:, None] - j
@@ -371,6 +387,10 @@ def _decay_by_columns(log_decay: Tensor, i: Tensor, j: Tensor, block: int) -> tu
     """`_decay_term` as two terms (N, rows, keys), and β_i (N, rows). The first term is −σ β_j, which every key adds to
     its scores. The second is σ (α_i − base_J), shared by a row and a block of keys. base is α before a token's block,
     and β = α − base."""
+    if log_decay.ndim == 3:
+        left, right = (_decay_by_columns(gate, i, j, block) for gate in log_decay.unbind(-1))
+        of_keys, of_blocks = (torch.where(i[:, None] >= j, *sides) for sides in zip(left[:2], right[:2], strict=True))
+        return of_keys, of_blocks, left[2]
     rates = _finite(log_decay.double())
     position = i
     if rates.ndim == 1:
@@ -399,7 +419,7 @@ def _decay_size(log_decay: Tensor | None, i: Tensor, j: Tensor, prefix_block: in
     return _decay_term(size, i, j) + inside[:, i.clamp(min=0), None] + inside[:, None, :]
 
 
-def _visible(log_decay: Tensor | None, causal: bool, window: tuple[int, int], i: Tensor, j: Tensor) -> Tensor:
+def _visible(log_decay: Tensor | None, i: Tensor, j: Tensor, causal: bool, window: tuple[int, int]) -> Tensor:
     left, right = (math.inf if side < 0 else side for side in window)
     right = 0 if causal else right
     visible = (j >= i[:, None] - left) & (j <= i[:, None] + right)

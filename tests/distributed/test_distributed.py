@@ -68,6 +68,8 @@ CASES = {
     "packed and no token of a sequence": (BOTH, dict(batch=1, cu_seqlens=[0], sink=True)),
     "not causal": (HEADS, dict(options=dict(causal=False))),
     "not causal, constant": (HEADS, dict(options=dict(causal=False), decay="constant", lengths="uneven")),
+    "a gate per direction": (HEADS, dict(options=dict(causal=False), decay="directions", resets=0.02)),
+    "packed gates": (HEADS, dict(options=dict(causal=False), decay="directions", batch=1, cu_seqlens=[2, 40, 41, 90])),
     "a window to both sides": (HEADS, dict(options=dict(causal=False, window_size=(9, 20)), kv_heads=1)),
     "repeated key heads": (HEADS, dict(heads=12, kv_heads=3, sink=True, decay="constant", spread=100.0)),
     "rows of many heads": (HEADS, dict(heads=8, kv_heads=2, row_scale=True, sink=True, spread=10.0)),

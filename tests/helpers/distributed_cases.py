@@ -57,9 +57,12 @@ def make(
     if decay == "constant":
         found["log_decay"] = rates
     elif decay != "none":
-        found["log_decay"] = rates * (2 * uniform if decay == "gate" else normal(batch, length, heads))
+        is_gate = decay in ("gate", "directions")
+        found["log_decay"] = rates * (2 * uniform if is_gate else normal(batch, length, heads))
         resetting = torch.rand(batch, length, heads, generator=generator) < resets
         found["log_decay"] = found["log_decay"].masked_fill(resetting, -math.inf)
+        if decay == "directions":
+            found["log_decay"] = torch.stack([found["log_decay"], found["log_decay"].flip(2) / 3], 3)
     if row_scale:
         found["scale"] = normal(batch, length, heads) * dim**-0.5
     if sink:
@@ -87,7 +90,7 @@ def part_of(name, x, mine):
     bare = name.removeprefix("d_")
     if bare == "lse":
         return x[:, :, mine]
-    return x[:, mine] if bare in (*PER_TOKEN, "out") or (bare == "log_decay" and x.ndim == 3) else x
+    return x[:, mine] if bare in (*PER_TOKEN, "out") or (bare == "log_decay" and x.ndim > 1) else x
 
 
 def own(group, inputs, lengths=None, needs_grad=False):

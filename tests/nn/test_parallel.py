@@ -49,6 +49,7 @@ from decayattn.nn.tensor_parallel import PartwiseParallel
 WIDTH, HEADS, B, T = 32, 4, 2, 24
 DECAYS = {
     "scalar": lambda: ScalarDecay(WIDTH, HEADS),
+    "directions": lambda: ScalarDecay(WIDTH, HEADS, directions=2),
     "learned": lambda: ConstantDecay.retnet(HEADS, learned=True),
     "frozen": lambda: ConstantDecay.alibi(HEADS),
     "none": lambda: "none",
@@ -61,7 +62,8 @@ class Block(nn.Module):
     def __init__(self, decay: str, **options):
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH, eps=1e-6)
-        self.attention = DecayFlashAttention(WIDTH, HEADS, decay=DECAYS[decay](), backend="reference", **options)
+        options |= {"causal": decay != "directions", "backend": "reference"}
+        self.attention = DecayFlashAttention(WIDTH, HEADS, decay=DECAYS[decay](), **options)
         self.mlp = nn.Linear(WIDTH, WIDTH)
         self.checkpointed = False
 
@@ -160,6 +162,7 @@ def twins(decay: str, device: str, dtype: torch.dtype = torch.float64) -> tuple[
 @on_ranks
 @pytest.mark.parametrize(("kind", "decay"), [
     *(("ddp", decay) for decay in DECAYS), *itertools.product(["fsdp", "fsdp, checkpointed"], ["scalar", "learned"]),
+    ("fsdp", "directions"),
 ])
 def test_parallel_gradients_equal_one_process(device, kind, decay):
     """DDP's second step raises where the first has left a parameter without its gradient."""

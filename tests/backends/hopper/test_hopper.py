@@ -635,3 +635,14 @@ def test_new_tokens_over_a_cache_are_refused():
     assert cache.longest == 30
     cache.attend(**one, backend="auto")
     assert cache.longest == 31
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gates_per_direction_are_within_the_budget(packed):
+    torch.manual_seed(0)
+    options = dict(kv_heads=1, heads=2)
+    inputs = make_packed([65, 0, 1, 200, 128], resets=0.02, **options) if packed else make(333, batch=1, **options)
+    gates = inputs["log_decay"]
+    inputs["log_decay"] = torch.stack([gates, torch.where(gates.isfinite(), gates / 3, gates)], -1)
+    sink = torch.randn(2, device=DEVICE)
+    verify(inputs, causal=False, sink=sink, **({"scale": row_scales(inputs)} if packed else {"window_size": (-1, 70)}))
