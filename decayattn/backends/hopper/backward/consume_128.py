@@ -50,12 +50,6 @@ def _widened(x):
 
 
 @gluon.jit
-def _products_of_pairs(x, y):
-    """Products of bfloat16 values, two per instruction."""
-    return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.bfloat16, is_pure=True, pack=2)
-
-
-@gluon.jit
 def next_tile_128(
     n, tile, previous, sums, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr, PARTIAL: gl.constexpr
 ):
@@ -103,15 +97,11 @@ def next_tile_128(
     dpT = warpgroup_mma_wait(1, (dpT,))
     # float16 is coarse below 6e-5, and under strong rates the gradient of a rate comes from such P only
     FINE: gl.constexpr = work.schedule.DECAY_GRADIENT and DECAY == "constant" and shared.queries.dtype == gl.float16
-    d_scores = dpT
-    if shared.queries.dtype == gl.bfloat16 and not ROW_SCALES:
-        dsT = _products_of_pairs(pT, dpT.to(DTYPE))  # float16 has not the range of dP − Δ
-    else:
-        if D == 64 and not FINE:
-            # rounded to 16 bits: in float32, P would take 64 registers in addition to the 64 of dP, and spill 100 bytes
-            p = _widened(pT)
-        d_scores = score_gradient(p, dpT, 0)
-        dsT = d_scores.to(DTYPE)
+    if D == 64 and not FINE:
+        # rounded to 16 bits: in float32, P would take 64 registers in addition to the 64 of dP, and spill 100 bytes
+        p = _widened(pT)
+    d_scores = score_gradient(p, dpT, 0)
+    dsT = d_scores.to(DTYPE)
 
     # wait here and not below: after an arrival at a neighbouring barrier, Triton would synchronise the warps
     shared.wait_d_scores(n - 1, pred=n > 0)
