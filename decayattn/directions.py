@@ -77,7 +77,9 @@ def _attend(inputs: Inputs, problem: AttentionProblem, backend: BackendName, is_
     lse_after = F.pad(lse_after, (0, before.shape[1] - after.shape[1]), value=-math.inf)
     alone = lse_after.isneginf() | is_reset(nearest)  # padding may hold NaN
     difference = torch.where(alone, math.inf, lse - lse_after - nearest)
-    out = _merged(before, after, difference).to(before.dtype)
+    out = _merged(before, after, difference)
+    if out.dtype != before.dtype:  # compiled by torch 2.11, an output that `to` returns as it is has no gradient
+        out = out.to(before.dtype)
     # LSE of both minus that of one call: exact for a row that one key dominates
     left, right = Saved(*saved), Saved(*saved_right)
     more, more_right = (-F.logsigmoid(x) * _LOG2E for x in (difference, -difference[:, :, : after.shape[1]]))
