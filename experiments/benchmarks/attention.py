@@ -13,9 +13,9 @@ Both directions include preparation kernels and allocations. TFLOP/s count 2·B�
 last batch entry; of sequences over 8,192 tokens the last 2²⁶ / T query rows.
 
 Ours: every backend with every decay, called "ours" (the backend "auto") or by the backend's name. They skip nothing. A
-kernel of ours outside the error budget gets no speed, and the exit status is 1. --deterministic adds the same under
-torch.use_deterministic_algorithms, and --before the same of another version of the package; its errors are reported
-only. Without a GPU there are no speeds: our kernels run in Triton's interpreter on small shapes, for errors alone.
+kernel of ours outside the error budget gets no speed, and the exit status is 1. --before adds the same of another
+version of the package; its errors are reported only. Without a GPU there are no speeds: our kernels run in Triton's
+interpreter on small shapes, for errors alone.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +52,6 @@ OPTIONS = {
     "mean_log_decay": (-0.01, -0.01, "mean log-decay per token, natural log (drawn from [2m, 0])", float),
     "backends": (["auto"], ["triton"], "our backends", registry.NAMES),
     "decays": (["scalar", "none"], ["scalar", "none"], "decays of ours", DECAYS),
-    "deterministic": (False, False, "ours under deterministic algorithms, too"),
     "peers": (["cudnn", "flash_attn", "fla", "fox"], [], "kernels to compare with", peers.OTHERS),
     "seconds": (0.3, 0.3, "time of one figure"),
     "rounds": (3, 3, "interleaved rounds"),
@@ -69,7 +68,6 @@ class Kernel(NamedTuple):
     name: str
     case: Case
     peer: peers.Peer
-    deterministic: bool = False
 
     @property
     def where(self) -> dict[str, Any]:
@@ -110,9 +108,7 @@ def measure(run: Run) -> None:
             aside = options.regime == "captured"
             torch.cuda.synchronize()
             with torch.cuda.stream(torch.cuda.Stream()) if aside else contextlib.nullcontext():
-                calls = {name: functools.partial(parts, prepared[name], kernel.deterministic)
-                         for name, kernel in kernels.items() if name in prepared}
-                timer = REGIMES[options.regime](options.seconds)
+                timer, calls = REGIMES[options.regime](options.seconds), {name: x.parts for name, x in prepared.items()}
                 timings = run.time(calls, timer, where={name: kernels[name].where for name in calls})
             found = list(rows(case, timings, errors))
             run.report["rows"] += found
@@ -138,8 +134,6 @@ def kernels_of(size: tuple[int, ...], options: argparse.Namespace) -> list[Kerne
             what = {"scalar": "", "constant": ", constant", "none": ", no decay"}[decay]
             name = ("ours" if backend == "auto" else backend) + what
             kernels.append(Kernel(name, own, peers.ours(backend, has)))
-            if options.deterministic:
-                kernels.append(kernels[-1]._replace(name=f"{name}, deterministic", deterministic=True))
             if options.before:
                 before = peers.ours(backend, has, version=peers.other_version(options.before))
                 kernels.append(Kernel(f"{name} before", own, before))
@@ -154,8 +148,8 @@ def check(kernels: Sequence[Kernel], run: Run) -> tuple[dict[str, Prepared], dic
         inputs = same[0].case.inputs(run.device, run.options.seed)
         expected = functools.cache(functools.partial(harness.oracle, same[0].case, inputs))
         for kernel in same:
-            name, case, peer, deterministic = kernel
-            with run.attempt(**kernel.where), algorithms(deterministic):
+            name, case, peer = kernel
+            with run.attempt(**kernel.where):
                 if peer.backend and not run.passed(verify_ours(case, inputs, peer.backend), **kernel.where):
                     continue
                 call = peer.prepare(case, inputs)
@@ -163,27 +157,6 @@ def check(kernels: Sequence[Kernel], run: Run) -> tuple[dict[str, Prepared], dic
                 errors[name] = harness.relative_errors(case, call, expected(own, peer.row_scales))
                 prepared[name] = call
     return prepared, errors
-
-
-def parts(call: Prepared, deterministic: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The calls to time, by direction, as harness.Prepared has them."""
-
-    def timed(part: Callable[[], object]) -> object:
-        with algorithms(deterministic):
-            return part()
-
-    for direction, part in call.parts():
-        yield direction, functools.partial(timed, part) if deterministic else part
-
-
-@contextlib.contextmanager
-def algorithms(deterministic: bool) -> Iterator[None]:
-    """Deterministic algorithms, or any."""
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def verify_ours(case: Case, inputs: dict[str, Any], backend: str) -> list[Comparison]:

@@ -23,7 +23,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,11 +96,10 @@ def measure(run: Run) -> None:
     everyone = [run.report]
     dist.broadcast_object_list(everyone)
     run.report = everyone[0] | {"ranks": options.ranks}
-    sizes = options.heads, options.kv_heads, options.head_dim
     checked = {(check["dtype"], check["decay"]) for check in run.report["checks"]}
     for dtype, decay, mode in itertools.product(dict.fromkeys([options.dtype, "float32"]), options.decays, MODES):
         if (dtype, decay) not in checked:
-            inputs = Workload(options.check_length, *sizes, dtype, decay).inputs(run.device, options.seed)
+            inputs = case_of(options.check_length, options, dtype, decay).inputs(run.device, options.seed)
             part, ranks = options.check_length // options.ranks, options.ranks
             attend = whole_attention(group, mode, [part] * (ranks - 1) + [options.check_length - part * (ranks - 1)])
             heads = [(0, 0), (0, options.heads - 1)]
@@ -111,33 +110,16 @@ def measure(run: Run) -> None:
                 for c in found}
     run.save()
     measured = {(row["length"], row["decay"]) for row in run.report["rows"]}
-    todo = [Workload(length, *sizes, options.dtype, decay) for length in options.lengths for decay in options.decays]
-    for workload in todo if not run.report["missing"] else ():
-        if (workload.length, workload.decay) not in measured:
-            measure_one(workload, run, group)
+    for length, decay in itertools.product(options.lengths, options.decays) if not run.report["missing"] else ():
+        if (length, decay) not in measured:
+            measure_one(case_of(length, options, options.dtype, decay), decay, run, group)
 
 
-class Workload(NamedTuple):
-    """One causal sequence; decay is "none", "alibi" (constant slopes) or a mean log-decay per token, as text."""
-
-    length: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    decay: str
-
-    def __str__(self) -> str:
-        decay = self.decay if self.decay in RATES else f"λ̄ {self.decay}"
-        return f"T{self.length} H{self.heads}/{self.kv_heads} D{self.head_dim} {self.dtype}, decay {decay}"
-
-    def inputs(self, device: str, seed: int) -> dict[str, Tensor]:
-        """Inputs of a Case, the same on every rank."""
-        drawn = self.decay not in RATES
-        decay = "scalar" if drawn else {"none": "none", "alibi": "constant"}[self.decay]
-        case = Case(1, self.heads, self.length, self.head_dim, self.dtype, decay, float(self.decay) if drawn else 0.0,
-                    kv_heads=self.kv_heads, rates="alibi" if self.decay == "alibi" else "uniform")
-        return case.inputs(device, seed)
+def case_of(length: int, options: argparse.Namespace, dtype: str, decay: str) -> Case:
+    """One causal sequence; decay is one of RATES, or a mean log-decay per token, as text."""
+    kind, mean = {"none": ("none", 0.0), "alibi": ("constant", 0.0)}.get(decay) or ("scalar", float(decay))
+    return Case(1, options.heads, length, options.head_dim, dtype, kind, mean, kv_heads=options.kv_heads,
+                rates="alibi" if decay == "alibi" else "uniform")
 
 
 def slice_of(length: int, group: dist.ProcessGroup) -> slice:
@@ -161,17 +143,17 @@ def results(call: Prepared) -> dict[str, Tensor]:
     return {"out": out.detach(), **{f"d{name}": x for name, x in zip(call.wanted, call.backward(out), strict=True)}}
 
 
-def measure_one(workload: Workload, run: Run, group: dist.ProcessGroup) -> None:
-    """Check one workload against one GPU, count the bytes, then time it; wrong modes get no speed."""
+def measure_one(case: Case, decay: str, run: Run, group: dist.ProcessGroup) -> None:
+    """Check one case against one GPU, count the bytes, then time it; wrong modes get no speed."""
     options, ranks = run.options, dist.get_world_size(group)
-    print(f"\n{workload}", flush=True)
-    inputs = workload.inputs(run.device, options.seed)
+    print(f"\n{case}, {decay}", flush=True)
+    inputs = case.inputs(run.device, options.seed)
     whole = None
-    if workload.length <= options.alone_up_to or run.device == "cpu":
+    if case.length <= options.alone_up_to or run.device == "cpu":
         whole = results(prepare(ALONE, inputs, group, options.backend))
     calls, received, found = {}, {}, {}
     for mode in MODES:
-        if workload.length % ranks or (mode == "heads" and workload.heads % ranks):
+        if case.length % ranks or (mode == "heads" and case.heads % ranks):
             print(f"  {mode}: {ranks} ranks do not divide this")
             continue
         call = prepare(mode, inputs, group, options.backend)
@@ -179,20 +161,20 @@ def measure_one(workload: Workload, run: Run, group: dist.ProcessGroup) -> None:
             call.forward()  # counted is the second call: the first one has something to prepare
         else:
             found[mode] = differences(call, whole, group)
-            wrong = objection(found[mode], workload.dtype)
-            if wrong:
-                run.missing("wrong", f"differs from one GPU alone: {wrong}", case=f"{workload}: {mode}")
+            if wrong := objection(found[mode], case.dtype):
+                run.missing("wrong", f"differs from one GPU alone: {wrong}", case=f"{case}, {decay}: {mode}")
                 continue
         calls[mode], received[mode] = call, received_bytes(call, group)
     del whole
     timings: Timings = {}
     if run.timed:
-        if workload.length <= options.alone_up_to:
+        if case.length <= options.alone_up_to:
             calls[ALONE] = prepare(ALONE, inputs, group, options.backend)
         del inputs
         parts = {name: functools.partial(parts_of, call) for name, call in calls.items()}
         timings = run.time(parts, lambda call: _milliseconds(call, options.seconds, group))
-    run.add(rows(workload, ranks, received, found, timings), "{mode} {direction}",
+    about = {key: getattr(case, key) for key in ("length", "heads", "kv_heads", "head_dim", "dtype")} | {"decay": decay}
+    run.add((about | row for row in rows(ranks, received, found, timings)), "{mode} {direction}",
             ("ms", "speed_over_alone", "received"))
     del calls
     if run.timed:
@@ -200,13 +182,12 @@ def measure_one(workload: Workload, run: Run, group: dist.ProcessGroup) -> None:
 
 
 def rows(
-    workload: Workload, ranks: int, received: dict[str, dict[str, list[int]]], found: dict[str, dict[str, float]],
-    timings: Timings,
+    ranks: int, received: dict[str, dict[str, list[int]]], found: dict[str, dict[str, float]], timings: Timings
 ) -> Iterator[dict[str, Any]]:
     """One row per mode and direction."""
     for name, direction in itertools.product([*received, *[ALONE] * ((ALONE, FORWARD) in timings)], TIMED):
         times, alone = timings.get((name, direction)), timings.get((ALONE, direction))
-        yield workload._asdict() | (harness.spread(times) if times else {"ms": None, "ms_range": None}) | {
+        yield (harness.spread(times) if times else {"ms": None, "ms_range": None}) | {
             "ranks": 1 if name == ALONE else ranks, "mode": name, "direction": direction,
             "speed_over_alone": statistics.median(alone) / statistics.median(times) if alone and times else None,
             "received": received.get(name, {}).get(direction), "difference": found.get(name),

@@ -284,15 +284,15 @@ def decode(run: Run) -> None:
             calls = {COPY: lambda: target.copy_(inputs["keys"]), **calls}
             parts = {name: lambda call=call: [("", call)] for name, call in calls.items()}
             timings = run.time(parts, harness.burst_timer(options.seconds))
-            found = decode_rows(step, 2 * inputs["keys"].nbytes, {name: times for (name, _), times in timings.items()})
-            run.add(found, "{decay}", ("ms", "gigabytes_per_second", "ratio_to_copy"), to="decode")
+            run.add(decode_rows(step, 2 * inputs["keys"].nbytes, timings), "{decay}",
+                    ("ms", "gigabytes_per_second", "ratio_to_copy"), to="decode")
 
 
-def decode_rows(step: Step, copied: int, times: dict[str, list[float]]) -> Iterator[dict[str, Any]]:
+def decode_rows(step: Step, copied: int, timings: Timings) -> Iterator[dict[str, Any]]:
     """The copy and every decay; ratio_to_copy compares bytes per second. copied: bytes that the copy reads and writes.
-    times: milliseconds per round, by decay or "copy"."""
-    copy_speed = copied / statistics.median(times[COPY]) / 1e6
-    for name, values in times.items():
+    """
+    copy_speed = copied / statistics.median(timings[COPY, ""]) / 1e6
+    for (name, _), values in timings.items():
         moved = copied if name == COPY else step.bytes_read(name.removesuffix(PAGED))
         row = asdict(step) | {"decay": name, "bytes": moved} | spread(values)
         speed = moved / row["ms"] / 1e6
@@ -401,8 +401,8 @@ def logits_over_budget(model: ByteLM, tokens: Tensor, eviction: Eviction) -> dic
     x64 = exact(tokens)[:, -CHECKED_STEPS:]
     plain = model(tokens)[:, -CHECKED_STEPS:]
     budget = 2 * (plain.double() - x64).norm() + torch.finfo(plain.dtype).eps * x64.norm()
-    found = {mode: last_logits(model, tokens, eviction, mode).double() for mode in MODES[1:]}
-    return {mode: float((x - x64).norm() / budget) for mode, x in found.items()}
+    return {mode: float((last_logits(model, tokens, eviction, mode).double() - x64).norm() / budget)
+            for mode in MODES[1:]}
 
 
 def last_logits(model: ByteLM, tokens: Tensor, eviction: Eviction, mode: str) -> Tensor:
@@ -469,21 +469,20 @@ def time_modes(model: ByteLM, prompt: Tensor, count: int, run: Run, eviction: Ev
         next(writer)
         return [("", writer)]
 
-    def seconds(writer: Iterator[Tensor]) -> float:
-        began = clock(prompt)
-        for _ in range(count):
-            next(writer)
-        return clock(prompt) - began
-
     parts = {mode: functools.partial(begun, mode) for mode in MODES}
-    return {mode: found[1:] for (mode, _), found in run.time(parts, seconds, run.options.rounds + 1).items()}
+    timings = run.time(parts, lambda writer: seconds(writer, count), run.options.rounds + 1)
+    return {mode: found[1:] for (mode, _), found in timings.items()}
 
 
-def clock(x: Tensor) -> float:
-    """Seconds, once the device has nothing left to do."""
-    if x.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def seconds(writer: Iterator[Tensor], count: int) -> float:
+    """Time of `count` tokens, all work of the device included."""
+    synchronise = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronise()
+    began = time.perf_counter()
+    for _ in range(count):
+        next(writer)
+    synchronise()
+    return time.perf_counter() - began
 
 
 def stream(model: ByteLM, count: int, eviction: Eviction) -> dict[str, Any]:
@@ -496,14 +495,11 @@ def stream(model: ByteLM, count: int, eviction: Eviction) -> dict[str, Any]:
     prompt = torch.zeros(1, 1, dtype=torch.long, device=model.embedding.weight.device)
     writer = write(model, prompt, model.make_caches(1, held + eviction.every), eviction, captured=True)
     next(writer)
-    began = clock(prompt)
-    for _ in range(count):
-        next(writer)
-    seconds = clock(prompt) - began
+    tokens_per_second = count / seconds(writer, count)
     before, after = zip(*eviction.lengths[1:], strict=True)  # without that of the prompt
     return {
         "count": count, "evict_every": eviction.every, "tolerance": eviction.tolerance, "held_bound": held,
-        "tokens_per_second": count / seconds, "tokens": [eviction.every * (n + 1) for n in range(len(before))],
+        "tokens_per_second": tokens_per_second, "tokens": [eviction.every * (n + 1) for n in range(len(before))],
         "before": list(before), "after": list(after),
     }
 

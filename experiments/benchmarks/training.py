@@ -32,7 +32,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -234,41 +233,33 @@ def identity(setting: Setting, backend: str, kind: str) -> nn.Module:
     return OtherAttention(setting, lambda q, k, v, log_decay: v)
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """One attention. `kind`: "decay", "rotary", "none", or "identity" without attention, which is not checked.
 
     layer(setting, backend, kind), the backend being that of ours, makes it or raises Absent.
     """
 
-    name: str
     label: str
     kind: str
     layer: Callable[[Setting, str, str], nn.Module]
 
-    @property
-    def ours(self) -> bool:
-        return self.name.startswith("ours")
+
+def _other(label: str, peer: peers.Peer) -> Variant:
+    return Variant(label, "decay", functools.partial(other, peer=peer))
 
 
-def _variants() -> Iterator[Variant]:
-    yield Variant("ours", "decayattn, decay", "decay", ours)
-    yield Variant("ours-whole", "decayattn, decay, nothing skipped", "decay",
-                  functools.partial(ours, skip_tolerance=None))
-    yield Variant("ours-rotary", "decayattn, rotary, no decay", "rotary", ours)
-    yield Variant(BASELINE, "cuDNN (SDPA), rotary, no decay", "rotary", sdpa)
-    yield Variant("cudnn", "cuDNN (SDPA), no position, no decay", "none", sdpa)
-    for name, label, peer in (
-        ("flex", "FlexAttention, decay", peers.OTHERS["flex-grad"]),
-        ("fla", "flash-linear-attention, decay", peers.OTHERS["fla"]),
-        ("fox", "Forgetting Transformer, decay", peers.OTHERS["fox"]),
-        ("fox-pruned", "Forgetting Transformer, decay, pruned", peers.PRUNED),
-    ):
-        yield Variant(name, label, "decay", functools.partial(other, peer=peer))
-    yield Variant(IDENTITY, "no attention (its output is v)", IDENTITY, identity)
-
-
-VARIANTS = {variant.name: variant for variant in _variants()}
+VARIANTS = {
+    "ours": Variant("decayattn, decay", "decay", ours),
+    "ours-whole": Variant("decayattn, decay, nothing skipped", "decay", functools.partial(ours, skip_tolerance=None)),
+    "ours-rotary": Variant("decayattn, rotary, no decay", "rotary", ours),
+    BASELINE: Variant("cuDNN (SDPA), rotary, no decay", "rotary", sdpa),
+    "cudnn": Variant("cuDNN (SDPA), no position, no decay", "none", sdpa),
+    "flex": _other("FlexAttention, decay", peers.OTHERS["flex-grad"]),
+    "fla": _other("flash-linear-attention, decay", peers.OTHERS["fla"]),
+    "fox": _other("Forgetting Transformer, decay", peers.OTHERS["fox"]),
+    "fox-pruned": _other("Forgetting Transformer, decay, pruned", peers.PRUNED),
+    IDENTITY: Variant("no attention (its output is v)", IDENTITY, identity),
+}
 
 
 class Models:
@@ -284,9 +275,13 @@ class Models:
         self.tokens = torch.randint(setting.vocabulary, shape, generator=generator, device=device)
         self.optimizer = torch.optim.AdamW(self.base.parameters(), lr=0.0, fused=device == "cuda")
 
-    def decoder(self, variant: Variant, length: int) -> Decoder:
+    def where(self, name: str) -> dict[str, Any]:
+        """Place of a variant in a report."""
+        return {"ours": name.startswith("ours"), "setting": str(self.setting), "variant": name}
+
+    def decoder(self, name: str, length: int) -> Decoder:
         """The variant's own modules on the common parameters; raises Absent."""
-        setting = self.setting._replace(length=length)
+        setting, variant = self.setting._replace(length=length), VARIANTS[name]
         return self.tied(lambda: variant.layer(setting, self.backend, variant.kind))
 
     def tied(self, attention: Callable[[], nn.Module]) -> Decoder:
@@ -316,47 +311,41 @@ def mixed(device: str) -> Any:
     return torch.autocast("cuda", torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
 
 
-# loss and gradients by parameter
+# loss and gradients by parameter, in float64
 Step = tuple[Tensor, dict[str, Tensor]]
 _GROUPS = ("in_proj", "decay", "")  # of parameters, by what their names contain
 
 
-def check(models: Models, run: Run) -> Iterator[Variant]:
+def check(models: Models, run: Run) -> Iterator[str]:
     """The variants with a right loss and right gradients in the first step on the first tokens, against float64.
 
     The errors of gradients are ‖g − g64‖ / ‖g64‖ over groups of parameters. The budget is that of the library: twice
     the error of the eager reference in the same precision, plus eps of that precision.
     """
     length = min(run.options.check_length, models.setting.length)
-    tokens = models.tokens[:1, : length + 1]
+    tokens, precision = models.tokens[:1, : length + 1], mixed(models.device)
     eps = torch.finfo(torch.bfloat16 if models.device == "cuda" else torch.float32).eps
     known: dict[str, tuple[Step, dict[str, float]]] = {}
-    for variant in (VARIANTS[name] for name in run.options.variants):
-        if variant.kind == IDENTITY:
-            yield variant
+    for name in run.options.variants:
+        kind, where = VARIANTS[name].kind, models.where(name)
+        if kind == IDENTITY:
+            yield name
             continue
-        kind, where = variant.kind, {"setting": str(models.setting), "variant": variant.name}
         if kind not in known:
             eager = models.tied(functools.partial(ours, models.setting, "reference", kind))
             exact = first_step(copy.deepcopy(eager).double(), tokens, contextlib.nullcontext())
-            of_eager = relative_errors(first_step(eager, tokens, mixed(models.device)), exact)
-            known[kind] = exact, {name: 2 * x + eps for name, x in of_eager.items()}
+            of_eager = relative_errors(first_step(eager, tokens, precision), exact)
+            known[kind] = exact, {group: 2 * x + eps for group, x in of_eager.items()}
         exact, budget = known[kind]
-        with run.attempt(ours=variant.ours, **where):
+        with run.attempt(**where):
             with cudnn():
-                found = first_step(models.decoder(variant, length), tokens, mixed(models.device))
-            errors = relative_errors(found, exact)
-            said = ", ".join(f"{name} {x:.1e} of {budget[name]:.1e}" for name, x in errors.items())
-            if all(x <= budget[name] for name, x in errors.items()):
-                print(f"  {variant.name}: relative errors {said}", flush=True)
-                run.report["checks"].append(where | {"passed": True, "errors": errors, "budget": budget})
-                yield variant
-            else:
-                run.missing("wrong", f"first step outside its error budget: {said}", variant.ours, **where)
+                errors = relative_errors(first_step(models.decoder(name, length), tokens, precision), exact)
+            lines = [f"{group}: relative error {x:.1e} of {budget[group]:.1e}" for group, x in errors.items()]
+            if run.right([group for group, x in errors.items() if not x <= budget[group]], lines, **where):
+                yield name
 
 
 def first_step(model: Decoder, tokens: Tensor, precision: Any) -> Step:
-    """(loss, gradients by parameter), in float64."""
     parameters = dict(model.named_parameters())
     with precision:
         loss = model(tokens)
@@ -370,8 +359,8 @@ def relative_errors(found: Step, exact: Step) -> dict[str, float]:
     for group in _GROUPS:
         names = [name for name in exact[1] if group in name]
         if names:
-            off = torch.stack([(found[1][name] - exact[1][name]).norm() for name in names]).norm()
-            errors[group or "all"] = float(off / torch.stack([exact[1][name].norm() for name in names]).norm())
+            off = nn.utils.get_total_norm([found[1][name] - exact[1][name] for name in names])
+            errors[group or "all"] = float(off / nn.utils.get_total_norm([exact[1][name] for name in names]))
     return errors
 
 
@@ -389,13 +378,12 @@ def compiler(compiled: bool) -> Iterator[None]:
         torch._dynamo.reset()
 
 
-def time_rounds(models: Models, variants: Sequence[Variant], run: Run) -> tuple[Timings, dict[str, dict[str, Any]]]:
+def time_rounds(models: Models, variants: Sequence[str], run: Run) -> tuple[Timings, dict[str, dict[str, Any]]]:
     """(milliseconds of a step, the most memory and the loss) of the variants that do not fail."""
     calls, first = {}, {}
-    for variant in variants:
-        name = variant.name
-        with run.attempt(ours=variant.ours, setting=str(models.setting), variant=name):
-            model = models.decoder(variant, models.setting.length)
+    for name in variants:
+        with run.attempt(**models.where(name)):
+            model = models.decoder(name, models.setting.length)
             if models.setting.compiled:
                 model.compile_parts()
             step = functools.partial(models.step, model)

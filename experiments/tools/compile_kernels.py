@@ -29,6 +29,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -88,35 +89,12 @@ PATHS = {
     "bias": "through pointers, with a bias and its gradient", "decode": "one query row over a key cache",
     "halo": "the plan of keys that other GPUs have",
 }
-# bytes that a path may spill beyond what config.py grants its tile: where skipping begins, and a tile of a bias, take
-# registers. A bias has no tiles of its own yet; what these spills cost has not been measured
-MORE_SPILLS = {"TMA": 4, "pointers": 8, "narrow": 8, "small": 0, "packed": 0, "bias": 568, "decode": 0, "halo": 0}
+# bytes that a path may spill beyond what config.py grants its tile. "triton": where skipping begins, and a tile of a
+# bias, take registers; a bias has no tiles of its own yet. "hopper", by kernel and head dimension, 192 being that of
+# consume_192.py: the other side of the diagonal takes them. What these spills cost has not been measured
+MORE_SPILLS = json.loads(Path(__file__).with_name("spills.json").read_text())
 # paths of GPUs without tiles for descriptors and without tiles of small problems
 OTHER_PATHS = ("pointers", "narrow", "packed", "bias", "decode", "halo")
-# the same of the Hopper backend, by kernel and its head dimension (192: consume_192.py), with the loops of the TMA
-# path: the other side of the diagonal takes registers
-HOPPER_MORE_SPILLS = {
-    "TMA": {},
-    "both sides": {
-        ("forward_kernel", 256): 76, ("gradients_kernel", 64): 236, ("gradients_kernel", 128): 300,
-        ("gradients_kernel", 192): 124, ("gradients_kernel", 256): 160,
-    },
-    "window": {
-        ("forward_kernel", 128): 4, ("forward_kernel", 256): 52, ("gradients_kernel", 64): 72,
-        ("gradients_kernel", 128): 152, ("gradients_kernel", 192): 184, ("gradients_kernel", 256): 160,
-    },
-    "row scales": {
-        ("forward_kernel", 64): 164, ("forward_kernel", 256): 124, ("gradients_kernel", 64): 192,
-        ("gradients_kernel", 128): 108, ("gradients_kernel", 192): 112,
-    },
-    "deterministic": {
-        ("gradients_kernel", 64): 8, ("gradients_kernel", 128): 28, ("gradients_kernel", 192): 92,
-        ("gradients_kernel", 256): 32,
-    },
-    "packed": {("forward_kernel", 256): 8},
-}
-# by kernel, head dimension and dtype: P in float32, for the gradient of a constant rate
-HOPPER_FLOAT16_SPILLS = {("gradients_kernel", 64, torch.float16): 72}
 TUNED_ON = "3.6."  # the Triton of the measurements in config.py
 TABLES = {
     "forward_kernel": portable_config.FORWARD,
@@ -125,30 +103,15 @@ TABLES = {
 }
 
 
-class CompilingDriver:
+def compiling_driver(target: Target) -> SimpleNamespace:
     """The part of Triton's driver that compiling needs; it has no device."""
-
-    launcher_cls = None
-    utils = None
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target.gpu
-
-    def get_current_device(self) -> int:
-        # one for each target: Triton remembers what it compiled by the device, and not by its kind
-        return [*TARGETS.values()].index(self.target)
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def map_python_to_cpp_type(self, name: str) -> str:
-        return name
+    # one for each target: Triton remembers what it compiled by the device, and not by its kind
+    device = [*TARGETS.values()].index(target)
+    return SimpleNamespace(
+        launcher_cls=None, utils=None, get_current_target=lambda: target.gpu, get_current_device=lambda: device,
+        get_current_stream=lambda device=0: 0, get_active_torch_device=lambda: torch.device("cpu"),
+        map_python_to_cpp_type=lambda name: name,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"triton {triton.__version__}")
     found = []
     for name in options.targets:
-        driver.set_active(CompilingDriver(TARGETS[name]))
+        driver.set_active(compiling_driver(TARGETS[name]))
         for kernel in compiled(name, options):
             found.append(kernel)
             print(line(kernel), flush=True)
@@ -201,7 +164,7 @@ def compiled(name: str, options: argparse.Namespace) -> Iterator[dict]:
     for backend, dim, decay in itertools.product(options.backends, options.head_dims, options.decays):
         if backend == "hopper" and name != "sm_90":
             continue
-        of_backend = HOPPER_MORE_SPILLS if backend == "hopper" else MORE_SPILLS if name == "sm_90" else OTHER_PATHS
+        of_backend = MORE_SPILLS[backend] if name == "sm_90" else OTHER_PATHS
         for path in (path for path in options.paths if path in of_backend):
             of_call = {"target": name, "backend": backend, "dim": dim, "decay": decay, "path": path}
             try:
@@ -243,9 +206,9 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
         tile = hopper_config.forward(widths.qk) if kernel == "forward_kernel" else hopper_config.backward(widths)
         if kernel == "forward_kernel" or tile.consumers != "consume_192":
             dim = widths.qk
-        of_path, of_dtype = (kernel, dim), (kernel, dim, dtype)
-        more = HOPPER_MORE_SPILLS[path].get(of_path, 0) + HOPPER_FLOAT16_SPILLS.get(of_dtype, 0)
-        return tile.spill_bytes + more
+        # P in float32, for the gradient of a constant rate
+        in_float32 = (kernel, dim, dtype) == ("gradients_kernel", 64, torch.float16)
+        return tile.spill_bytes + MORE_SPILLS[backend][path].get(f"{kernel} {dim}", 0) + 72 * in_float32
     if kernel == "gradients_kernel":
         return portable_config.choose_small(True, arch, dim, dtype).spill_bytes
     if kernel not in TABLES:
@@ -254,7 +217,7 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
         return portable_config.choose_small(False, arch, dim, dtype).spill_bytes
     aligned = path in ("TMA", "small", "packed")
     tile = portable_config.choose(TABLES[kernel], arch, dim, dtype, aligned, path == "packed")
-    return tile.spill_bytes + (MORE_SPILLS[path] if arch == "sm90" else 0)
+    return tile.spill_bytes + (MORE_SPILLS[backend][path] if arch == "sm90" else 0)
 
 
 def value_dim_of(backend: str, dim: int) -> int:

@@ -219,7 +219,7 @@ SAYS = {
     sequences: ["packed, packed: 3 sequences", "decay none, paged: within the error budget", "ratio_to_recompute"],
     skipping: ["visits 0.", "skipping: within the error budget"],
     training: [
-        *(f"  {name}: relative errors loss" for name in ("ours", "ours-whole", "ours-rotary", "cudnn", "cudnn-rotary")),
+        *(f"eager, {name}: within" for name in ("ours", "ours-whole", "ours-rotary", "cudnn", "cudnn-rotary")),
         *(f"{name}: absent: needs a GPU" for name in ("flex", "fla", "fox", "fox-pruned")),
     ],
     fox: ["theirs: absent: needs a GPU", "ours: within the error budget", "ours, captured: within the error budget"],

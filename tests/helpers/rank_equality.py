@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.context import MODES, Workload
+from benchmarks.context import MODES
+from benchmarks.harness import Case
 from shared.ranks import whole_attention
 
 from decayattn.testing import Comparison, verify_attention, verify_attention_varlen
@@ -23,8 +24,8 @@ def equality(
     device, ranks = "cuda" if torch.cuda.is_available() else "cpu", dist.get_world_size(group)
     lengths = [length // ranks] * (ranks - 1) + [length - length // ranks * (ranks - 1)]
     for case, mode in itertools.product(CASES, MODES):
-        mean = {"none": "none", "scalar, strong": "-1"}.get(case, "-0.02")
-        inputs = Workload(length, heads, kv_heads, head_dim, dtype, mean).inputs(device, seed)
+        decay, mean = "none" if case == "none" else "scalar", -1.0 if case == "scalar, strong" else -0.02
+        inputs = Case(1, heads, length, head_dim, dtype, decay, mean, kv_heads=kv_heads).inputs(device, seed)
         options: dict[str, Any] = {"backend": backend, "heads": [(0, 0), (0, heads - 1)]}
         if case == "constant":
             inputs["log_decay"] = torch.linspace(-0.5, 0.0, heads, device=device)

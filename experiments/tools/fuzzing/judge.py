@@ -1,7 +1,7 @@
 """One call on every backend that takes it, held to the error budget of decayattn.testing around this package's oracle.
 
-Eager and A are explicit_attention's (decayattn.testing), which has a float64 prefix of its own; resets that are finite
-numbers are −inf there already, so nothing large is in that prefix, and it can hide no error of a kernel.
+Eager and A are explicit_attention's (decayattn.testing), which has a float64 prefix of its own. Every reset counts as 0
+there, so nothing large is in that prefix, and it can hide no error of a kernel.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch import Tensor
 from decayattn import decay_attention, decay_attention_varlen
 from decayattn.problem import AttentionProblem
 from decayattn.testing.attention import DRAWS, MORE_DRAWS, Budget
-from decayattn.testing.call import Arguments, Call, bounds_of
+from decayattn.testing.call import Arguments, Call, Comparison, bounds_of
 from decayattn.testing.table import ratio
 from tools.fuzzing import oracle
 from tools.fuzzing.tensors import Case
@@ -91,39 +91,16 @@ def run(case: Case, backend: str, attend: Callable[..., Any] | None = None) -> d
     return {name: x.detach() for name, x in results.items()}
 
 
-class FuzzedCall(Call):
-    """decayattn.testing's Call with −inf for every λ that is a reset; a constant one becomes a bias."""
-
-    def heads(self, place: Any, pairs: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-        found = super().heads(place, pairs, dtype)
-        log_decay, bias = found["log_decay"], found["bias"]
-        if log_decay is None:
-            return found
-        reset = oracle.is_reset(log_decay)
-        if log_decay.ndim == 2:
-            found["log_decay"] = log_decay.masked_fill(reset, -math.inf)
-        elif bool(reset.any()):
-            found["log_decay"] = log_decay.masked_fill(reset, 0.0)
-            i, j = oracle.positions(found["q"], found["k"])
-            beyond = reset[:, None, None] & (i[:, None] != j)
-            if bias is None:
-                found["bias"] = ~beyond
-            else:
-                found["bias"] = bias & ~beyond if bias.dtype == torch.bool else bias.masked_fill(beyond, -math.inf)
-        return found
-
-
-def call_of(case: Case) -> FuzzedCall:
+def call_of(case: Case) -> Call:
     """The case as decayattn.testing evaluates it: packed sequences in one batch entry, windows within the lengths."""
 
     def batched(x: Tensor | None, packed: bool = case.packed) -> Tensor | None:
         return x[None] if packed and isinstance(x, Tensor) else x
 
     tensors = case.tensors
-    log_decay = tensors["log_decay"]
-    per_token = case.draw.family.decay == "token"
     q, k, v = (batched(tensors[name]) for name in "qkv")
-    log_decay = batched(log_decay) if per_token else log_decay
+    log_decay = tensors["log_decay"]
+    log_decay = batched(log_decay) if case.draw.family.decay == "token" else log_decay
     inputs = Arguments(q, k, v, log_decay, tensors["scale"], tensors["bias"], tensors["sink"])
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
     grad_lse = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=accumulator)
@@ -143,7 +120,7 @@ def call_of(case: Case) -> FuzzedCall:
     )
     found = bounds_of(problem, case.sequences)
     pairs = tuple((place, head) for place in found for head in range(problem.num_heads))
-    return FuzzedCall(inputs, batched(case.grad_out), grad_lse, found, pairs, problem)
+    return Call(inputs, batched(case.grad_out), grad_lse, found, pairs, problem)
 
 
 def compare(case: Case, results: dict[str, dict[str, Tensor]], verdict: Verdict) -> None:
@@ -169,20 +146,17 @@ def compare(case: Case, results: dict[str, dict[str, Tensor]], verdict: Verdict)
     budget = Budget(call, {name: x64[name] for name in names})
     budget.include(first)
 
-    def ratios() -> dict[str, dict[str, float]]:
-        found = {}
+    def ratios() -> dict[str, dict[str, tuple[float, Comparison]]]:
+        found: dict[str, dict[str, tuple[float, Comparison]]] = {backend: {} for backend in results}
         for backend, tensors in results.items():
-            found[backend] = {}
-            for comparison in budget.compare({name: tensors[name] for name in names if name in tensors}):
-                own = ratio(comparison.error, comparison.budget)
-                found[backend][comparison.name] = own if comparison.verdict != "wrong" or own > 1 else math.inf
-                texts[backend, comparison.name] = comparison
+            for c in budget.compare({name: tensors[name] for name in names if name in tensors}):
+                own = ratio(c.error, c.budget)
+                found[backend][c.name] = own if c.verdict != "wrong" or own > 1 else math.inf, c
         return found
 
-    def worst(found: dict[str, dict[str, float]]) -> float:
-        return max((own for tensors in found.values() for own in tensors.values()), default=0.0)
+    def worst(found: dict[str, dict[str, tuple[float, Comparison]]]) -> float:
+        return max((own for tensors in found.values() for own, _ in tensors.values()), default=0.0)
 
-    texts: dict[tuple[str, str], Any] = {}
     found = ratios()
     for factors, least in ((DRAWS[1:], ENOUGH), (MORE_DRAWS, 1.0)):
         if worst(found) > least:
@@ -194,11 +168,11 @@ def compare(case: Case, results: dict[str, dict[str, Tensor]], verdict: Verdict)
             # the budget has twice the eager error in it
             budget.eager_error[name] = error + call.distance(name, torch.zeros_like(allowed[name]), allowed[name]) / 2
         found = ratios()
-    verdict.ratios = found
-    verdict.cannot_tell += {name for (_, name), comparison in texts.items() if comparison.verdict == "cannot tell"}
     for backend, tensors in found.items():
-        for name, own in tensors.items():
+        verdict.ratios[backend] = {name: own for name, (own, _) in tensors.items()}
+        for name, (own, c) in tensors.items():
+            if c.verdict == "cannot tell" and name not in verdict.cannot_tell:
+                verdict.cannot_tell.append(name)
             if not own <= 1:
-                c = texts[backend, name]
                 text = f"{own:.3g} × its budget {c.budget:.3g} (head {c.head}, {c.norm})"
                 verdict.failures.append((f"{backend} {name}", text))
