@@ -20,7 +20,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,18 +60,8 @@ OPTIONS = {
 }
 
 
-class Workload(NamedTuple):
-    """One causal problem of a study."""
-
-    study: str
-    case: Case
-
-    def __str__(self) -> str:
-        return f"{self.study}: {self.case}"
-
-
-def workloads(options: Any) -> list[Workload]:
-    """The workloads of the four studies."""
+def workloads(options: Any) -> list[tuple[str, Case]]:
+    """(study, causal problem) of the four studies."""
 
     def case(length: int, dim: int, decay: str = "scalar", batch: int = 1, **more: Any) -> Case:
         return Case(batch, options.heads, length, dim, options.dtype, decay, options.mean_log_decay, **more)
@@ -80,57 +70,60 @@ def workloads(options: Any) -> list[Workload]:
     batch = max(1, options.tokens // options.planning)
     for dim in options.head_dims:
         found += [
-            Workload("planning", case(options.planning, dim, batch=batch, rates="none to speak of")),
-            Workload("planning", case(options.planning, dim, batch=batch, deviation=16.0)),
-            Workload("pruning", case(options.pruning, dim)),
-            Workload("constant", case(options.constant, dim, "constant", rates="alibi")),
+            ("planning", case(options.planning, dim, batch=batch, rates="none to speak of")),
+            ("planning", case(options.planning, dim, batch=batch, deviation=16.0)),
+            ("pruning", case(options.pruning, dim)),
+            ("constant", case(options.constant, dim, "constant", rates="alibi")),
         ]
-    return found + [Workload("lengths", case(length, max(options.head_dims))) for length in options.lengths]
+    return found + [("lengths", case(length, max(options.head_dims))) for length in options.lengths]
 
 
 def measure(run: Run) -> None:
     """Check every workload, then time all calls on it."""
     options = run.options
-    for workload in workloads(options):
-        if workload.study not in options.studies:
+    for study, case in workloads(options):
+        if study not in options.studies:
             continue
-        print(f"\n{workload}", flush=True)
-        inputs = workload.case.inputs(run.device, options.seed)
+        print(f"\n{study}: {case}", flush=True)
+        inputs = case.inputs(run.device, options.seed)
         visited = visited_fraction(inputs["q"], inputs["k"], inputs["log_decay"])
         print(f"  visits {float(visited.mean()):.3f} of the tiles (heads {visited.min():.3f} to {visited.max():.3f})")
-        if run.right(*compared(workload, inputs, options.backend), case=str(workload), peer=SKIPPING) and run.timed:
-            found = timed(workload, inputs, visited, run)
-            run.add(found, "{peer} {direction}", ("ms", "speed_over_whole", "ideal", "plan_us"))
+        outside, lines = compared(case, inputs, options.backend)
+        if run.right(outside, lines, case=f"{study}: {case}", peer=SKIPPING) and run.timed:
+            run.add(timed(study, case, inputs, visited, run), "{peer} {direction}",
+                    ("ms", "speed_over_whole", "ideal", "plan_us"))
             torch.cuda.empty_cache()
 
 
-def timed(workload: Workload, inputs: dict[str, Tensor], visited: Tensor, run: Run) -> Iterator[dict[str, Any]]:
-    """The rows of one workload, which was right: without and with skipping, in "pruning" also of calls that compete."""
+def timed(
+    study: str, case: Case, inputs: dict[str, Tensor], visited: Tensor, run: Run
+) -> Iterator[dict[str, Any]]:
+    """The rows of one case, which was right: without and with skipping, in "pruning" also of calls that compete."""
     options, timer = run.options, harness.burst_timer(run.options.seconds)
     chosen = {SKIPPING: peers.ours(options.backend, skip_tolerance="auto")}
-    if workload.case.length <= options.whole_up_to:
+    if case.length <= options.whole_up_to:
         chosen = {WHOLE: peers.ours(options.backend)} | chosen
-    if workload.study == "pruning":
+    if study == "pruning":
         chosen = {BASELINE: peers.OTHERS[BASELINE], PRUNED: peers.PRUNED} | chosen
     prepared, where = {}, {}
     for name, peer in chosen.items():
-        where[name] = {"ours": peer.backend is not None, "case": str(workload), "peer": name}
+        where[name] = {"ours": peer.backend is not None, "case": f"{study}: {case}", "peer": name}
         with run.attempt(**where[name]):
-            call = peer.prepare(workload.case, inputs)
+            call = peer.prepare(case, inputs)
             call.backward(call.forward())
             prepared[name] = call.parts
     timings = run.time(prepared, timer, where=where)
     plan_us = None
-    if workload.study == "planning" and run.device == "cuda" and (call := plan(workload, inputs)):
+    if study == "planning" and run.device == "cuda" and (call := plan(case, inputs)):
         call()  # compiles
         torch.cuda.synchronize()
         replay = harness.captured(call, COPIES).replay
         plan_us = statistics.median(timer(replay) for _ in range(options.rounds)) * 1e3 / COPIES
-    return rows(workload, timings, visited, plan_us)
+    return rows(study, case, timings, visited, plan_us)
 
 
-def plan(workload: Workload, inputs: dict[str, Tensor]) -> Callable[[], Tensor] | None:
-    """The launches that a plan adds to a forward; None if the workload is not planned."""
+def plan(case: Case, inputs: dict[str, Tensor]) -> Callable[[], Tensor] | None:
+    """The launches that a plan adds to a forward; None if the case is not planned."""
     from decayattn.backends.planning import prefix as decay_prefix  # imports Triton
     from decayattn.backends.planning import skipping
 
@@ -140,38 +133,37 @@ def plan(workload: Workload, inputs: dict[str, Tensor]) -> Callable[[], Tensor] 
     if not skipping.is_planned(problem):
         return None
     prefix = decay_prefix.build(problem, log_decay) if problem.decay == "scalar" else decay_prefix.allocate(problem, q)
-    return lambda: skipping.plan(problem, q, k, log_decay, workload.case.head_dim**-0.5, prefix, None)
+    return lambda: skipping.plan(problem, q, k, log_decay, case.head_dim**-0.5, prefix, None)
 
 
 def rows(
-    workload: Workload, timings: Timings, visited: Tensor, plan_us: float | None
+    study: str, case: Case, timings: Timings, visited: Tensor, plan_us: float | None
 ) -> Iterator[dict[str, Any]]:
     """One row per call and direction; speed_over_whole is a ratio of medians, above 1 is faster."""
     medians = {key: statistics.median(times) for key, times in timings.items()}
     for (name, direction), times in timings.items():
         whole, is_ours = medians.get((WHOLE, direction)), name == SKIPPING
         of_plan = plan_us if is_ours and direction == "forward" else None
-        yield dataclasses.asdict(workload.case) | harness.spread(times) | {
-            "study": workload.study, "peer": name, "direction": direction, "plan_us": of_plan,
+        yield dataclasses.asdict(case) | harness.spread(times) | {
+            "study": study, "peer": name, "direction": direction, "plan_us": of_plan,
             "speed_over_whole": whole / medians[name, direction] if whole else None,
             "visited": [float(x) for x in visited.mean(0)] if is_ours else None,
             "ideal": 1 / float(visited.mean()) if is_ours else None,
         }
 
 
-def compared(workload: Workload, inputs: dict[str, Tensor], backend: str) -> tuple[list[str], list[str]]:
+def compared(case: Case, inputs: dict[str, Tensor], backend: str) -> tuple[list[str], list[str]]:
     """(tensors that are wrong with skip_tolerance="auto"; the comparison as lines)."""
-    case = workload.case
     if case.length > WHOLE_HEADS:
-        return _last_rows(workload, inputs, backend)
+        return _last_rows(case, inputs, backend)
     heads = [(0, 0), (case.batch - 1, case.heads - 1)]
     comparisons = verify_attention(**inputs, backend=backend, heads=heads, skip_tolerance="auto")
     return [c.name for c in comparisons if not c.passed], format_table(comparisons).splitlines()
 
 
-def _last_rows(workload: Workload, inputs: dict[str, Tensor], backend: str) -> tuple[list[str], list[str]]:
+def _last_rows(case: Case, inputs: dict[str, Tensor], backend: str) -> tuple[list[str], list[str]]:
     """‖x − x64‖ ≤ 2 ‖whole − x64‖ + eps ‖x64‖: whole is the same kernel without skipping, on the last rows alone."""
-    case, rows = workload.case, harness.oracle_rows(workload.case)
+    rows = harness.oracle_rows(case)
     expected = harness.oracle(case, inputs, decay=True)
     of_rows = expected | {"dq": expected["dq"].view(case.length, -1)[-rows:].flatten()}
     whole = harness.relative_errors(case, _prepared(inputs, rows, None, backend), of_rows)

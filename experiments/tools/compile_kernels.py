@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--paths", **some, choices=PATHS, default=list(PATHS), help=said)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--targets", **some, choices=TARGETS, default=["sm_90"], help="Hopper's: sm_90 only")
-    parser.add_argument("--json", type=Path, help="file for the printed figures, the largest of kernels of one name")
+    parser.add_argument("--json", type=Path, help="file for the printed figures")
     options = parser.parse_args(argv)
     print(f"triton {triton.__version__}")
     found = []
@@ -138,23 +138,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     failures = sum(bool(kernel["faults"]) for kernel in found)
     if options.json is not None:
         head = json.dumps(provenance(SCRIPT, argv))  # and a line per kernel, for a readable diff
-        lines = ",\n".join(map(json.dumps, largest(found)))
+        lines = ",\n".join(dict.fromkeys(map(json.dumps, found)))
         options.json.write_text(f'{head[:-1]},\n"kernels": [\n{lines}\n]}}\n')
     print(f"{failures} faults")
     return int(failures > 0)
-
-
-def largest(kernels: Iterable[dict]) -> list[dict]:
-    """A row for each name of a kernel in a call, with the largest figures and all notes."""
-    rows: dict[tuple, dict] = {}
-    for kernel in kernels:
-        names = ("target", "backend", "dim", "decay", "path", "kernel")
-        key = {"triton": triton.__version__} | {name: kernel[name] for name in names}
-        row = rows.setdefault(tuple(key.values()), key)
-        row |= {name: max(kernel[name], row.get(name, 0)) for name in ("registers", "spills", "shared")}
-        if said := {*row.get("notes", ()), *kernel["faults"], *kernel["notes"]}:
-            row["notes"] = sorted(said)
-    return list(rows.values())
 
 
 def compiled(name: str, options: argparse.Namespace) -> Iterator[dict]:

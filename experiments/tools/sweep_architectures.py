@@ -55,37 +55,9 @@ HEADS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT")
 TOKENS, PADDING, VOCABULARY, PARAMETERS = 12, 4, 128, 4_000_000
 # relative to the largest output: far above rounding in float32, far below the effect of a token that is seen in error
 TOLERANCE, DEPENDENCE = 1e-4, 1e-3
-# largest value of an integer of a configuration, by its name; the first pattern that is found counts
-LARGEST = tuple((re.compile(pattern), largest) for pattern, largest in (
-    (r"num_channels|(in|out|audio)_channels|codebook_dim|kernel_dim|mel_dim|input_dim|feat_extract", sys.maxsize),
-    (r"vocab_size(_per_layer_input)?$", VOCABULARY),
-    (r"(^|_)(layers?|depth|blocks)$", 2),
-    (r"(key_value_heads|kv_heads|n_head_kv|multi_query_group_num)$", 2),
-    (r"heads?$", 4),
-    (r"(head_dim|d_kv|head_size|dim_head|rotary_dim|dim_per_head|kv_channels)$", 8),
-    (r"rank$", 16),
-    (r"(experts_per_tok|experts_per_token|topk|topk_group|n_group|top_k|moe_k)$", 2),
-    (r"experts$", 4),
-    (r"(sliding_window(_size)?|attention_window_size|local_attention)$", 5),
-    (r"(position_embeddings|positions|block_size|n_ctx|seq_len|seq_length)$", VOCABULARY),
-    (r"^(image_size|img_size|resolution|pretrain_image_size)$", 32),
-    (r"^patch_size$", 8),
-    (r"(size|d_model|embd?|n_embed|dim|width|d_ff|n_inner|channels|groups|mamba_d_head)$", 32),
-))
+# "largest": value of an integer of a configuration, by its name; the first pattern that is found counts. "variants":
 # values that replace those, one set after the other until eager attention runs
-VARIANTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
-    {"num_key_value_heads": 4, "head_dim": 16, "mamba_d_head": 16},
-    {"num_hidden_layers": 6, "num_kv_shared_layers": 2},
-    {"mrope_section": [2, 1, 1], "vocab_size": VOCABULARY},
-    {"mrope_section": [1, 1, 0]},
-    {"vocab_size": VOCABULARY, "mask_token_id": VOCABULARY - 1, "pad_token_id": 1},
-    {"mamba_d_ssm": 64, "mamba_d_head": 16},
-    {"mamba_d_head": 16, "layer_types": ["linear_attention", "full_attention"]},
-    {"num_hidden_layers": 10, "num_kv_shared_layers": 5, "intermediate_size": 32},
-    {"num_hidden_layers": 12, "num_kv_shared_layers": 6},
-)
+SMALL = json.loads(Path(__file__).with_name("small_models.json").read_text())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,7 +148,7 @@ def small_config(kind: type[PreTrainedConfig], values: dict[str, Any]) -> PreTra
         elif name in ("image_size", "conv_dim") and isinstance(value, (list, tuple)):
             changed[name] = type(value)([32] * len(value))
         elif type(value) is int and not name.startswith("_"):
-            largest = next((largest for pattern, largest in LARGEST if pattern.search(name)), value)
+            largest = next((x for pattern, x in SMALL["largest"].items() if re.search(pattern, name)), value)
             if largest < value:
                 changed[name] = largest
     return kind(**changed)
@@ -212,7 +184,7 @@ def is_refusal(error: Exception) -> bool:
 def runnable(kind: Any) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """A small model with eager attention, and inputs of a batch of 2 that it runs on."""
     errors: list[Exception] = []
-    for values in VARIANTS:
+    for values in SMALL["variants"]:
         try:
             config = small_config(kind.config_class, values)
             with torch.device("meta"):

@@ -5,22 +5,21 @@ import torch
 from benchmark_runs import count_milliseconds, run
 from benchmarks import skipping
 from benchmarks.harness import DIRECTIONS, Case
-from benchmarks.skipping import PRUNED, SKIPPING, WHOLE, Workload
+from benchmarks.skipping import PRUNED, SKIPPING, WHOLE
 
 from decayattn import decay_attention
 
-SMALL = Workload("pruning", Case(1, 2, 300, 16, "float32", "scalar", -0.5))
-PLANNED = Workload("planning", Case(1, 2, 640, 16, "float32", "scalar", -0.5))
+SMALL, PLANNED = (Case(1, 2, length, 16, "float32", "scalar", -0.5) for length in (300, 640))
 ARGUMENTS = ["--dtype", "float32", "--backend", "reference", "--heads", "2", "--head-dims", "8", "--rounds", "2"]
 
 
 def test_plans_are_timed(device):
-    first_block = skipping.plan(PLANNED, PLANNED.case.inputs(device, 0))()
+    first_block = skipping.plan(PLANNED, PLANNED.inputs(device, 0))()
     assert first_block.shape[:2] == (1, 2)
     assert (first_block[..., :10] > 0).any()
-    assert skipping.plan(SMALL, SMALL.case.inputs(device, 0)) is None  # too short to be planned
+    assert skipping.plan(SMALL, SMALL.inputs(device, 0)) is None  # too short to be planned
     timings = {(peer, way): [2.0] for peer in (WHOLE, SKIPPING) for way in DIRECTIONS}
-    found = skipping.rows(PLANNED, timings, torch.ones(1, 2), 20.0)
+    found = skipping.rows("planning", PLANNED, timings, torch.ones(1, 2), 20.0)
     assert [row["plan_us"] for row in found] == [None, None, 20.0, None]
 
 
@@ -69,6 +68,6 @@ def test_skipping_too_much_shows(factor, whole_heads, monkeypatch):
     monkeypatch.setattr(skipping, "WHOLE_HEADS", whole_heads)
     monkeypatch.setattr(skipping, "decay_attention", planted)
     monkeypatch.setattr("decayattn.testing.call.decay_attention", planted)
-    outside, table = skipping.compared(SMALL, SMALL.case.inputs("cpu", 0), "reference")
+    outside, table = skipping.compared(SMALL, SMALL.inputs("cpu", 0), "reference")
     assert (not outside) == (factor == 1.0)
     assert any("out" in line for line in table)

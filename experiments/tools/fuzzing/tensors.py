@@ -70,9 +70,11 @@ def build(draw: Draw, device: torch.device | str) -> Case:
     if draw.poisoned:
         found = {"q": q, "k": k, "v": v, "log_decay": log_decay if per_token else None}
         found["scale"] = scale if draw.scale_shape == ("th" if packed else "bth") else None
-        _poison(random, sequences, packed, {name: x for name, x in found.items() if not memory[name].expanded})
+        places = [(0, draw.rows, 0, draw.keys)] * draw.batch if sequences is None else sequences
+        _poison(random, places, packed, {name: x for name, x in found.items() if not memory[name].expanded})
         if grad_lse is not None and not family.sink and not memory["dlse"].expanded:
-            grad_lse.masked_fill_(_outside(heads_rows, sequences, packed), random.choice((math.nan, math.inf)))
+            outside = _outside((*entries, draw.rows), places, packed, side=0).unsqueeze(-2)
+            grad_lse.masked_fill_(outside, random.choice((math.nan, math.inf)))
 
     tensors: dict[str, Any] = {"q": put("q", q, dtype), "k": put("k", k, dtype), "v": put("v", v, dtype)}
     if isinstance(log_decay, Tensor):
@@ -226,29 +228,20 @@ def _padding(draw: Draw) -> tuple[Sequences | None, dict[str, Any]]:
     return found, {name: torch.tensor(x, dtype=torch.int32, device="cpu") for name, x in draw.padding.items()}
 
 
-def _poison(random: _Random, sequences: Sequences | None, packed: bool, tensors: dict[str, Tensor | None]) -> None:
+def _poison(random: _Random, places: Sequences, packed: bool, tensors: dict[str, Tensor | None]) -> None:
     """Write NaN or inf outside of the sequences, and to every sequence's first λ, which is never used."""
     for name, x in tensors.items():
         bad, side = random.choice((math.nan, math.inf)), 0 if name in ("q", "scale") else 2
-        if x is None:
-            continue
-        entries = [x] if packed else list(x)
-        places = [(0, len(own)) * 2 for own in entries] if sequences is None else sequences
-        inside = [torch.zeros(len(own), dtype=torch.bool, device="cpu") for own in entries]
-        for n, place in enumerate(places):
-            first, length = place[side : side + 2]
-            inside[0 if packed else n][first : first + length] = True
-            if name == "log_decay" and length:
-                inside[0 if packed else n][first] = False
-        for own, mask in zip(entries, inside, strict=True):
-            own[~mask] = bad
+        if x is not None:
+            outside = _outside(x.shape[: 2 - packed], places, packed, side)
+            for n, (_, _, first, count) in enumerate(places if name == "log_decay" else ()):
+                (outside if packed else outside[n])[first : first + min(count, 1)] = True
+            x[outside] = bad
 
 
-def _outside(shape: tuple[int, ...], sequences: Sequences | None, packed: bool) -> Tensor:
-    """True at (…, H, T_q) rows that belong to no sequence."""
+def _outside(shape: tuple[int, ...], places: Sequences, packed: bool, side: int) -> Tensor:
+    """True at rows (side 0) or tokens (side 2) that belong to no sequence."""
     outside = torch.ones(shape, dtype=torch.bool, device="cpu")
-    if sequences is None:
-        return ~outside
-    for n, (row, rows, _, _) in enumerate(sequences):
-        (outside if packed else outside[n])[..., row : row + rows] = False
+    for n, place in enumerate(places):
+        (outside if packed else outside[n])[place[side] : place[side] + place[side + 1]] = False
     return outside
