@@ -29,7 +29,7 @@ from benchmarks.training import BASELINE, IDENTITY, setting_of
 from language_models.schemes import SCHEMES
 from matplotlib.figure import Figure
 from shared.provenance import ROOT, trees_of
-from studies.length_extrapolation import DEPTHS, cells_of_table, kilo, runs_of
+from studies.length_extrapolation import DEPTHS, bits_of, cells_of_table, kilo, runs_of
 from studies.recall import in_order, selected
 
 # the pages, and the folder of results as each links to it
@@ -139,8 +139,8 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
 def pivot(
     corner: str, rows: Mapping[Any, str], columns: Mapping[Any, str], cell: Callable[[Any, Any], str]
 ) -> list[str]:
-    """A table of cell(row, column), the labels of both by their keys."""
-    lines = ([label, *(cell(row, column) for column in columns)] for row, label in rows.items())
+    """A table of cell(row, column), the labels of both by their keys; a dash where it is empty."""
+    lines = ([label, *(cell(row, column) or "–" for column in columns)] for row, label in rows.items())
     return table([corner, *columns.values()], lines)
 
 
@@ -371,7 +371,7 @@ def lengths(results: Results, report: Report) -> list[str]:
     columns = {"skipping": "decayattn", "whole": "nothing skipped"}
 
     def cell(*key: Any) -> str:
-        return both(filter(None, each(found, "ms", *key)), three_digits) or "–"
+        return both(filter(None, each(found, "ms", *key)), three_digits)
 
     return [*pivot("ms forward / backward", rows, columns, cell), "",
             f"B1 H16 D{own[-1]['head_dim']}, mean λ −0.01, {where(report)} ({results.link(SKIPPING_FILE)})."]
@@ -421,9 +421,8 @@ def overhead(results: Results, report: Report) -> list[str]:
     def cell(peer: str, column: tuple[str, int]) -> str:
         key, dim = column
         row = found[peer, dim]
-        if key not in row:
-            return "–"
-        return f"{row[key]:.0f}" + " ({:.0f} to {:.0f})".format(*row[f"{key}_range"]) * (key != "graph_us")
+        spread = "" if key == "graph_us" else " ({:.0f} to {:.0f})"
+        return f"{row[key]:.0f}" + spread.format(*row[f"{key}_range"]) if key in row else ""
 
     rows = {peer: label for peer, label in labels.items() if any(peer == name for name, _ in found)}
     columns = {(key, dim): title.format(dim) for key, title in titles.items() for dim in sorted({d for _, d in found})}
@@ -521,7 +520,7 @@ def training_speed(results: Results, report: Report) -> list[str]:
     def cell(name: str, setting: tuple) -> str:
         row, base = found.get((name, setting)), found.get((BASELINE, setting))
         if row is None:
-            return "–"
+            return ""
         text = f"{row['tokens_per_second'] / 1e3:.0f}"
         text += f", {row['tokens_per_second'] / base['tokens_per_second']:.2f}" if base else ""
         shares = row["attention_share"] is not None and name != IDENTITY
@@ -547,7 +546,7 @@ def fox(results: Results, report: Report) -> list[str]:
     def cell(case: tuple, name: str) -> str:
         row, theirs = found.get((*case, name)), found.get((*case, "theirs"))
         if row is None:
-            return "–"
+            return ""
         prompt = f" ({three_figures(row['prefill_ms'])} ms)" if "prefill_ms" in row else ""
         ratio = f", {row['tokens_per_second'] / theirs['tokens_per_second']:.2f}×" if theirs and row != theirs else ""
         return f"{three_figures(row['tokens_per_second'])}{prompt}{ratio}, {row['peak_bytes'] / 1e9:.0f} GB"
@@ -635,11 +634,8 @@ def choice(results: Results, read: Report, recalled: Report) -> list[str]:
     """Bits per byte within and beyond the trained length, and accuracy of recall, a row per decay."""
     columns: dict[Any, str] = {(0, 1024): "bytes 0–1k", (4096, 16384): "bytes 4k–16k", "recall": "recall, %",
                                "forgetting": "overwritten keys, %"}
-    bits: dict[tuple, list[float]] = {}
-    for run in runs_of(read):
-        for row in (row for reading in run["reading"] for row in reading["columns"] if row["bits"] is not None):
-            bits.setdefault((run["scheme"], (row["begin"], row["end"])), []).append(row["bits"])
-    means = {key: statistics.fmean(seeds) for key, seeds in bits.items() if key[0] in CHOICES}
+    means = {(name, (begin, end)): statistics.fmean(seeds) for (name, begin, end, key), seeds in bits_of(read).items()
+             if key == "bits" and name in CHOICES}
     least = {column: min(x for (_, at), x in means.items() if at == column) for _, column in means}
     accuracy: dict[tuple[str, str], list[float]] = {}
     for row in sorted(recalled["rows"], key=lambda row: row["width"]):
@@ -681,7 +677,7 @@ def speed(results: Results, report: Report, trained: Report, skipped: Report) ->
     def cell(row: str, length: int) -> str:
         if row == "skipping":
             return both(each(gain, "speed_over_whole", "lengths", row, length))
-        return both(ratios[row, length, dim] for dim in (64, 128) if (row, length, dim) in ratios) or "–"
+        return both(ratios[row, length, dim] for dim in (64, 128) if (row, length, dim) in ratios)
 
     columns = {length: f"{length:,} tokens" for length in (2048, 8192, 32768)}
     links = ", ".join(results.link(file, name) for file, name in (

@@ -6,16 +6,13 @@
     python experiments/benchmarks/attention.py --before ../before --peers cudnn  # two versions, in one process
 
 Regimes: "sustained" times whole calls back to back, the power limit reached, as in training; "captured" replays them
-from CUDA graphs, without the host. All kernels run in one process, in interleaved rounds; a number is the median over
-the rounds, with its range (ratio_to_cudnn: of the rounds' ratios).
-Both directions include preparation kernels and allocations. TFLOP/s count 2·B·H·T²·(D + D_v) forward and
-2·B·H·T²·(3 D + 2 D_v) backward; causal: half. relative_error is ‖x − x64‖ / ‖x64‖ on the timed inputs: last head of the
-last batch entry; of sequences over 8,192 tokens the last 2²⁶ / T query rows.
+from CUDA graphs, without the host. ratio_to_cudnn is the median of the rounds' ratios. Both directions include
+preparation kernels and allocations. TFLOP/s count 2·B·H·T²·(D + D_v) forward and 2·B·H·T²·(3 D + 2 D_v) backward;
+causal: half. relative_error is ‖x − x64‖ / ‖x64‖ on the timed inputs: last head of the last batch entry; of sequences
+over 8,192 tokens the last 2²⁶ / T query rows.
 
-Ours: every backend with every decay, called "ours" (the backend "auto") or by the backend's name. They skip nothing. A
-kernel of ours outside the error budget gets no speed, and the exit status is 1. --before adds the same of another
-version of the package; its errors are reported only. Without a GPU there are no speeds: our kernels run in Triton's
-interpreter on small shapes, for errors alone.
+Ours: every backend with every decay, called "ours" (the backend "auto") or by the backend's name. They skip nothing.
+--before adds the same of another version of the package; its errors are reported only.
 """
 
 import argparse

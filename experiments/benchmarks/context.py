@@ -4,13 +4,11 @@
     python experiments/benchmarks/context.py --lengths                 # checks alone, no speeds
 
 A causal layer's attention, forward and backward, over T tokens. "halo" and "heads" on all ranks are compared with one
-GPU alone: without a decay, with one per token of a mean log-decay, and with ALiBi slopes. Results that are wrong get no
-speed, and the exit status is 1: at --check-length every tensor is held to the error budget, then out and every gradient
-of the timed inputs to within 2 eps of one GPU's. ms is the median over interleaved rounds of the slowest rank's mean of
-calls back to back (one call where that is longer than a round); "both" is a forward and its backward in turns. received
-counts the bytes that all_to_all_single brings from others, not the gathered summaries of the plan. A call adds the
-results that its --output lacks. Without a GPU there are no speeds: two processes with gloo run the kernels in Triton's
-interpreter on small shapes, for their errors and for the bytes that they send.
+GPU alone: without a decay, with one per token of a mean log-decay, and with ALiBi slopes. At --check-length every
+tensor is held to the error budget, then out and every gradient of the timed inputs to within 2 eps of one GPU's. ms is
+that of the slowest rank's mean of calls back to back (one call where that is longer than a round); "both" is a forward
+and its backward in turns. received counts the bytes that all_to_all_single brings from others, not the gathered
+summaries of the plan. A call adds the results that its --output lacks. Without a GPU two processes with gloo run.
 """
 
 import argparse

@@ -29,6 +29,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 DIRECTIONS = ("forward", "backward")
 # a backward has five matrix products per pair of query and key where a forward has two, all alike if D_v = D
 BACKWARD_WORK = 2.5
+# part of the help and the report of every benchmark with rounds
+COMMON = """
+A result of ours outside its error budget gets no speed, and the exit status is 1. Rounds of all calls are interleaved;
+figures are medians over the rounds, with their range. Without a GPU kernels have no speeds: they run in Triton's
+interpreter on small shapes, for their errors.
+"""
 # float64 scores of the oracle (0.5 GB): of longer sequences it takes the last rows only
 ORACLE_SCORES = 2**26
 
@@ -385,10 +391,14 @@ class Run:
             write(self.report, self.options.output)
 
 
+def method(module: Any) -> str:
+    return module.__doc__ + COMMON * ("rounds" in module.OPTIONS)
+
+
 def parse(module: Any, argv: Sequence[str]) -> Namespace:
     """The options of a benchmark, defaults filled in for this machine."""
     cuda = machine()[0] == "cuda"
-    parser = parser_of(module.__doc__, module.OPTIONS | {"seed": (0, 0, "seed of all random numbers", int)}, cuda)
+    parser = parser_of(method(module), module.OPTIONS | {"seed": (0, 0, "seed of all random numbers", int)}, cuda)
     options = parser.parse_args(argv)
     if getattr(options, "dtype", None) == "bfloat16" and not cuda:
         parser.error("--dtype: expected float16 or float32, got bfloat16: Triton's interpreter multiplies it wrongly")
@@ -408,7 +418,7 @@ def main(module: Any, argv: Sequence[str] | None = None) -> int:
 
 def run_all(module: Any, options: Namespace, argv: list[str]) -> int:
     """The measurement and its report; the exit status."""
-    run = Run(str(Path(module.__file__).resolve().relative_to(ROOT)), options, argv, module.__doc__)
+    run = Run(str(Path(module.__file__).resolve().relative_to(ROOT)), options, argv, method(module))
     if not run.timed and run.report["rounds"]:
         print("No GPU, so no speeds of kernels: their errors in Triton's interpreter.")
     print(" · ".join(f"{key} {run.report[key]}" for key in ("gpu", "driver", "torch", "triton", "commit")), flush=True)

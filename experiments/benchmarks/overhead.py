@@ -7,8 +7,8 @@
 Host time is the clock over a series of forward and backward calls that nothing waits for. Every call is made as
 training makes it, and once more in one thread: autograd gives a backward on a GPU to a thread of that GPU. A CUDA graph
 replays the same launches without the host; its time is the device's. Calls of ours have every default. --packed
-measures calls of one total, and "other totals": in every call one token more than in the last. Interleaved rounds,
-medians with their range. Without a GPU the host times of the eager reference are printed.
+measures calls of one total, and "other totals": in every call one token more than in the last. Without a GPU the host
+times of the eager reference are printed.
 """
 
 import dataclasses

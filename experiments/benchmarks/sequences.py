@@ -11,10 +11,9 @@
 * generate: tokens (bytes) per second that a small language model writes without a cache, with one, with its step
   captured in a CUDA graph, and so with a cache that evicts; and the length of the latter while it writes a long text.
 
-A result outside its error budget gets no speed, and the exit status is 1; the budget of generate's logits is twice the
-error of the model without a cache, plus one rounding. stream: held_bound is the upper bound of the cache after an
-eviction, by arithmetic from the model's decays. Without a GPU packed and decode are checked in Triton's interpreter and
-not timed; generate is timed by the clock, on that CPU.
+The budget of generate's logits is twice the error of the model without a cache, plus one rounding. stream: held_bound
+is the upper bound of the cache after an eviction, by arithmetic from the model's decays. Without a GPU generate is
+timed by the clock, on that CPU.
 """
 
 import copy

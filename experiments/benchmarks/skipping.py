@@ -10,8 +10,7 @@ tokens. lengths: time over T. Timed in bursts. visited: tiles of 64 rows × 128 
 the gain of a kernel with a time in proportion to them.
 
 Up to 32,768 tokens all rows of two heads are held to the error budget; beyond, the last rows may be no more than twice
-as wrong as without skipping, plus rounding. Results outside their budget get no speed, and the exit status is 1.
-Without a GPU there are no speeds: the kernels run in Triton's interpreter on small shapes.
+as wrong as without skipping, plus rounding.
 """
 
 import dataclasses

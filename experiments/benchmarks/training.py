@@ -8,10 +8,8 @@
 
 Every variant steps on the same parameters and the same tokens. Its first step is held against float64 before it is
 timed: loss and gradients may be off by twice the error of the eager reference in the same precision, plus eps. Steps
-follow one another for --seconds, in interleaved rounds. A setting (head dimension, length, eager or compiled) is done
-or not: --output keeps those that are. attention_share is 1 − the time of the same step with v for attention and decay,
-over that of the step. The exit status is 1 if a variant of ours is wrong or fails. Without a GPU there are no speeds:
-the checks run on a tiny model, ours in Triton's interpreter.
+follow one another for --seconds. A setting (head dimension, length, eager or compiled) is done or not: --output keeps
+those that are. attention_share is 1 − the time of the same step with v for attention and decay, over that of the step.
 
 --strategies runs train_toy_lm.py as a user starts it, once per strategy: the same weights, bytes and total batch, its
 gradients checked against one process first and last. "one again" repeats "one": atomic additions have no fixed order,

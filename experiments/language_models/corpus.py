@@ -92,27 +92,25 @@ def build(packages: Packages, folder: Path, *, held_out: float = 0.15, most_byte
     """
     in_order = sorted(packages, key=lambda name: hashlib.sha256(name.encode()).digest())
     texts: dict[str, list[bytes]] = {}
-    seen: set[bytes] = {hashlib.sha256(b"").digest()}
+    sizes: dict[str, int] = {}
+    seen = {hashlib.sha256(b"").digest()}
     for name in reversed(in_order):
-        kept = []
-        for path in packages[name]:
-            content = path.read_bytes()
+        for content in (path.read_bytes() for path in packages[name]):
             digest = hashlib.sha256(content).digest()
             if digest not in seen:
                 seen.add(digest)
-                kept.append(content)
-        if kept:
-            texts[name] = kept
-        if most_bytes is not None and len(texts) > 1 and sum(map(_size, texts.values())) >= most_bytes:
+                texts.setdefault(name, []).append(content)
+                sizes[name] = sizes.get(name, 0) + len(content)
+        if most_bytes is not None and len(texts) > 1 and sum(sizes.values()) >= most_bytes:
             break
-    sides = _sides({name: _size(texts[name]) for name in in_order if name in texts}, held_out)
+    sides = _sides({name: sizes[name] for name in in_order if name in texts}, held_out)
     rows, counts, text, digest = {TRAINING: [], HELD_OUT: []}, [], bytearray(), hashlib.sha256()
     for name, side in sorted(sides.items()):
         for content in texts[name]:
             rows[side].append((len(text), len(content)))
             text += content
             digest.update(repr((side, name, hashlib.sha256(content).hexdigest())).encode())
-        counts.append({"name": name, "side": side, "bytes": _size(texts[name]), "files": len(texts[name])})
+        counts.append({"name": name, "side": side, "bytes": sizes[name], "files": len(texts[name])})
     description = {"sha256": digest.hexdigest()}
     for side in (TRAINING, HELD_OUT):
         own = [package for package in counts if package["side"] == side]
@@ -125,10 +123,6 @@ def build(packages: Packages, folder: Path, *, held_out: float = 0.15, most_byte
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(corpus, folder / _FILE)
     return corpus
-
-
-def _size(contents: list[bytes]) -> int:
-    return sum(map(len, contents))
 
 
 def _sides(sizes: dict[str, int], held_out: float) -> dict[str, str]:

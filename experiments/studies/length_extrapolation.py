@@ -286,18 +286,23 @@ def say(row: dict[str, Any]) -> str:
     return "bits per byte " + ", ".join(f"{column['bits']:.3f} to {kilo(column['end'])}" for column in known)
 
 
-def cells_of_table(report: dict[str, Any]) -> list[list[str]]:
-    """The heading, and a row per scheme: mean bits per byte over the seeds, and their range; a column "≤ C before" has
-    the same bytes with no more than the trained length before each."""
-    context = report["settings"]["context"]
-    stretches = [(a, b, key) for a, b in columns(context, max(report["settings"]["lengths"]))
-                 for key in ("bits", *["in_windows"] * (a >= context))]
-    found: dict[tuple, list[float]] = {}
+def bits_of(report: dict[str, Any]) -> dict[tuple[str, int, int, str], list[float]]:
+    """The seeds' figures of every (scheme, begin, end, "bits" or "in_windows")."""
+    found: dict[tuple[str, int, int, str], list[float]] = {}
     for run in runs_of(report):
         for column in (column for row in run["reading"] for column in row["columns"]):
             for key in ("bits", "in_windows"):
                 if column[key] is not None:
                     found.setdefault((run["scheme"], column["begin"], column["end"], key), []).append(column[key])
+    return found
+
+
+def cells_of_table(report: dict[str, Any]) -> list[list[str]]:
+    """The heading, and a row per scheme: mean bits per byte over the seeds, and their range; a column "≤ C before" has
+    the same bytes with no more than the trained length before each."""
+    context, found = report["settings"]["context"], bits_of(report)
+    stretches = [(a, b, key) for a, b in columns(context, max(report["settings"]["lengths"]))
+                 for key in ("bits", *["in_windows"] * (a >= context))]
 
     def cell(values: list[float]) -> str:
         spread = f" ({min(values):.3f}–{max(values):.3f})" if len(values) > 1 else ""
@@ -324,12 +329,10 @@ def draw(report: dict[str, Any]) -> Figure:
     seeds, their range shaded, the trained length marked."""
     runs = runs_of(report)
     lengths = sorted({row["length"] for run in runs for row in run["reading"]})
-    size = next((run["parameters"] for run in runs if run["parameters"]), 0)
-    seeds = len({run["seed"] for run in runs})
-    title = (f"Python source, {size / 1e6:.1f} M parameters, {seeds} seed{'s' * (seeds > 1)}: mean and range; "
-             f"{report['gpu'] or 'CPU'}")
+    size, seeds = max(run["parameters"] or 0 for run in runs), len({run["seed"] for run in runs})
     figure = Figure(figsize=(1.5 + 6.5 * len(lengths), 5.2), dpi=150, layout="constrained")
-    figure.suptitle(title, fontsize="medium")
+    figure.suptitle(f"Python source, {size / 1e6:.1f} M parameters, {seeds} seed{'s' * (seeds > 1)}: mean and range; "
+                    f"{report['gpu'] or 'CPU'}", fontsize="medium")
     panels = figure.subplots(1, len(lengths), squeeze=False)[0]
     for axes, length in zip(panels, lengths, strict=True):
         _panel(axes, report, length)

@@ -34,6 +34,7 @@ from shared.options import positive
 from shared.provenance import ROOT
 
 from decayattn.backends import registry
+from decayattn.nn import parameter_groups
 from studies import grid
 
 
@@ -219,17 +220,11 @@ class Run:
     def __init__(self, cell: tuple[str, str, int], setup: Namespace, rate: float, seed: int, device: str):
         (task, mode, width), self.setup, self.device, self.rate = cell, setup, torch.device(device), rate
         self.model = Model(mode, width, setup.heads, setup.vocabulary, setup.backend, seed).to(device)
-        self.tasks = [
-            Task(task, shape.length, shape.pairs, shape.sequences, setup.vocabulary, device)
-            for shape in setup.shapes
-        ]
+        self.tasks = [Task(task, *shape, setup.vocabulary, device) for shape in setup.shapes]
         self.generator = torch.Generator(device).manual_seed(seed)
-        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.parameters = list(named.values())
-        groups = [
-            {"params": [p for name, p in named.items() if ("_proj." in name) == decayed], "weight_decay": weight_decay}
-            for decayed, weight_decay in ((True, setup.weight_decay), (False, 0.0))
-        ]
+        self.model.embedding._no_weight_decay = True
+        groups = parameter_groups(self.model, setup.weight_decay)
+        self.parameters = [p for group in groups for p in group["params"]]
         rate_now = torch.tensor(rate, device=device) if setup.graph else rate
         self.optimizer = torch.optim.AdamW(groups, lr=rate_now, betas=(0.9, 0.98), capturable=setup.graph)
         self.taken = torch.zeros(1, dtype=torch.int64, device=device)
@@ -326,8 +321,8 @@ def selected(row: dict[str, Any], key: str = "test") -> Selected:
 
 def said(row: dict[str, Any]) -> str:
     chosen = selected(row)
-    cells = ", ".join(f"{x:.2f} of {shape.length}, {shape.pairs}" for shape, x in zip(chosen.shapes, chosen.mean,
-                                                                                   strict=True))
+    pairs = zip(chosen.shapes, chosen.mean, strict=True)
+    cells = ", ".join(f"{x:.2f} of {shape.length}, {shape.pairs}" for shape, x in pairs)
     return f"right at rate {chosen.rate:g}: {cells}, {row['seconds']:.1f} s"
 
 

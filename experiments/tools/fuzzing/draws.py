@@ -267,7 +267,7 @@ def _call(rng: random.Random, number: int, family: Family, longest: int) -> Draw
         bias_size, hidden = rng.choice((1.0, 1.0, 8.0)), rng.choice((0.0, 0.1, 0.6))
     large = _chance(rng, 0.25)
     value_size = rng.choice((1e-3, 100.0, 1e10, 1e25)) if _chance(rng, 0.12) else 1.0
-    call = Draw(
+    return Draw(
         number, family, rng.randrange(2**31), batch, rows, keys, sequences, before, after, more, padding,
         rates, resets, reset_values, scale, scale_shape, bias_shape, bias_size, hidden, window,
         tolerance=rng.choice(("auto", "auto", "auto", None, 1e-3)),
@@ -275,8 +275,6 @@ def _call(rng: random.Random, number: int, family: Family, longest: int) -> Draw
         key_size=rng.choice((1.0, 4.0, 16.0, 100.0)) if large else 1.0,
         value_size=min(value_size, 100.0) if family.dtype == "float16" else value_size,
         gradient_size=rng.choice((1e-3, 30.0)) if _chance(rng, 0.1) else 1.0,
-        poisoned=_chance(rng, 0.6), far=(0, 0.0),
+        poisoned=_chance(rng, 0.6),
+        far=(rng.choice((3, 61, 97, 200)), rng.choice((30.0, 60.0, 120.0, 200.0))) if _chance(rng, 0.15) else (0, 0.0),
     )
-    if _chance(rng, 0.15):
-        call = replace(call, far=(rng.choice((3, 61, 97, 200)), rng.choice((30.0, 60.0, 120.0, 200.0))))
-    return call
