@@ -254,8 +254,7 @@ def differences(call: Prepared, whole: dict[str, Tensor], group: dist.ProcessGro
 
 
 def objection(errors: dict[str, float], dtype: str) -> str:
-    """Errors of over 2 eps, or "": both results are within eps of the truth, or nearly. In float32, sums that cancel,
-    as those of dλ, lose more in any order."""
+    """Errors of over 2 eps, or "". In float32 sums that cancel, as those of dλ, lose more in any order."""
     allowed = 2 * max(torch.finfo(DTYPES[dtype]).eps, 16 * torch.finfo(torch.float32).eps)
     return ", ".join(f"{name} by {error:.1e}" for name, error in errors.items() if not error <= allowed)
 

@@ -163,10 +163,8 @@ def oracle_rows(case: Case) -> int:
 
 
 def oracle(case: Case, inputs: dict[str, Tensor], decay: bool, row_scales: bool = True) -> dict[str, Tensor]:
-    """out and every gradient in float64 for the last rows of the last head of the last batch entry.
-
-    The other rows have output gradient 0, which makes the gradients of k, v and log_decay exact for all keys.
-    """
+    """Out and every gradient in float64 for the last rows of the last head of the last batch entry. The other rows have
+    output gradient 0, which makes the gradients of k, v and log_decay exact for all keys."""
     rows = oracle_rows(case)
     names = ["q", "k", "v", *["log_decay"] * decay, *["scale"] * row_scales]
     leaves = {}
@@ -209,11 +207,8 @@ _HEAD_START = 30_000_000  # clock cycles: 15 ms of an H200
 
 
 def burst_timer(seconds: float) -> Timer:
-    """Median of calls that together take `seconds`, by CUDA events, the L2 cache cleared before each.
-
-    It measures the device, even of calls that keep a slow host busy for longer: the device sleeps first, for all peers
-    alike, and the host is ahead of it. overhead.py measures the host.
-    """
+    """Median of calls that together take `seconds`, by CUDA events, the L2 cache cleared before each. The device sleeps
+    first, so that the host is ahead of it."""
 
     def timer(call: Callable[[], object]) -> float:
         each = statistics.median(_milliseconds(call, 5, asleep=0))
@@ -224,10 +219,7 @@ def burst_timer(seconds: float) -> Timer:
 
 
 def sustained_timer(seconds: float) -> Timer:
-    """Mean of calls back to back, as in training: as many as fill `seconds`, after a quarter of them.
-
-    The host only launches, so it stays ahead of the device wherever a call takes the device longer than the host.
-    """
+    """Mean of calls back to back, as in training: as many as fill `seconds`, after a quarter of them."""
 
     def timer(call: Callable[[], object]) -> float:
         each = back_to_back(call, 3)
@@ -239,10 +231,8 @@ def sustained_timer(seconds: float) -> Timer:
 
 
 def captured_timer(seconds: float) -> Timer:
-    """The same of CUDA graphs that replay calls: the device alone, also where a slow host could not keep it busy.
-
-    It captures on the current stream, which may not be the default one.
-    """
+    """The same of CUDA graphs that replay calls, without the host. It captures on the current stream, which may not be
+    the default one."""
     sustained = sustained_timer(seconds)
 
     def timer(call: Callable[[], object]) -> float:

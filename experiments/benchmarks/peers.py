@@ -74,11 +74,8 @@ def ours(backend: str, decay: bool = True, *, version: ModuleType | None = None,
 
 @functools.cache
 def other_version(tree: Path) -> ModuleType:
-    """The package of `tree`, a checkout of another commit (git worktree add TREE COMMIT), under a name of its own.
-
-    A copy with the name replaced in every source: two versions may share neither modules nor PyTorch operators. One
-    tree per process.
-    """
+    """The package of `tree`, a checkout of another commit, one per process. A copy with another name in every source:
+    two versions may share neither modules nor PyTorch operators."""
     assert _BEFORE not in sys.modules, "another tree is loaded"
     # not removed: Triton reads a kernel's source when it is first launched
     folder = Path(tempfile.mkdtemp(prefix=_BEFORE))
@@ -103,11 +100,8 @@ def cudnn(case: Case, device: torch.device) -> Attend:
 
 
 def flex(case: Case, device: torch.device) -> Attend:
-    """FlexAttention, compiled for the shape, the decay in its score_mod.
-
-    It has no gradient for one captured tensor that is indexed both by query and by key: α is captured twice, as two
-    tensors, each indexed once.
-    """
+    """FlexAttention, compiled for the shape, the decay in its score_mod. One captured tensor that is indexed by query
+    and by key has no gradient: α is captured twice."""
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.length, case.length, device=device)

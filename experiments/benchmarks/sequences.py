@@ -115,8 +115,8 @@ class Workload(NamedTuple):
 
     def verify(self, inputs: dict[str, Tensor], backend: str) -> list[Comparison]:
         """Three (sequence, head) pairs against the error budget, the longest and the shortest sequence among them."""
-        by_length, heads = sorted(range(len(self.lengths)), key=lambda n: self.lengths[n]), self.case.heads
-        judged = {(by_length[-1], 0), (by_length[0], heads - 1), (len(self.lengths) - 1, heads // 2)}
+        at, heads = self.lengths.index, self.case.heads
+        judged = {(at(max(self.lengths)), 0), (at(min(self.lengths)), heads - 1), (len(self.lengths) - 1, heads // 2)}
         verify = verify_attention_varlen if self.name == PACKED else verify_attention
         return verify(**inputs, heads=sorted(judged), **self.options(backend, inputs["q"].device.type))
 
@@ -288,8 +288,7 @@ def decode(run: Run) -> None:
 
 
 def decode_rows(step: Step, copied: int, timings: Timings) -> Iterator[dict[str, Any]]:
-    """The copy and every decay; ratio_to_copy compares bytes per second. copied: bytes that the copy reads and writes.
-    """
+    """The copy and every decay; ratio_to_copy compares bytes per second. copied: bytes that the copy moves."""
     copy_speed = copied / statistics.median(timings[COPY, ""]) / 1e6
     for (name, _), values in timings.items():
         moved = copied if name == COPY else step.bytes_read(name.removesuffix(PAGED))
@@ -308,10 +307,8 @@ CHECKED_STEPS = 16
 def build_model(
     layers: int, width: int, heads: int, half_lives: Sequence[float], dtype: torch.dtype, device: str, seed: int
 ) -> ByteLM:
-    """ByteLM with random weights and bounded scores (qk_norm), as evict needs them.
-
-    The weight of a new ScalarDecay is 0: a head's decay is one per token, and has the same value at every token.
-    """
+    """ByteLM with random weights and bounded scores (qk_norm), as evict needs them. The weight of a new ScalarDecay is
+    0, so each head has one decay for all tokens."""
     with torch.random.fork_rng(devices=[]):  # built on the CPU: the same weights on every device
         torch.manual_seed(seed)
         model = ByteLM(layers, width, heads, make_attention=lambda: DecayFlashAttention(
@@ -321,8 +318,7 @@ def build_model(
 
 @dataclass
 class Eviction:
-    """DecayCache.evict after every `every` new tokens, at a tolerance. lengths: tokens of the longest cache, before and
-    after each."""
+    """DecayCache.evict after every `every` tokens. lengths: tokens of the longest cache, before and after each."""
 
     every: int
     tolerance: float
@@ -355,11 +351,8 @@ def write(
     model: ByteLM, prompt: Tensor, caches: list[DecayCache] | None = None, eviction: Eviction | None = None,
     captured: bool = False,
 ) -> Iterator[Tensor]:
-    """The likeliest token (1, 1) after the prompt, then the one after that, and so on.
-
-    Without caches each step reads the text so far. Evictions begin after the prompt. captured: the steps are a CUDA
-    graph's.
-    """
+    """The likeliest token (1, 1) after the prompt, then the one after that, and so on. Without caches each step reads
+    the text so far. Evictions begin after the prompt. captured: the steps are a CUDA graph's."""
     new, text = greedy(model(prompt, caches)), prompt
 
     def step(new: Tensor) -> Tensor:
@@ -389,11 +382,8 @@ def longest(caches: Sequence[DecayCache]) -> int:
 
 
 def logits_over_budget(model: ByteLM, tokens: Tensor, eviction: Eviction) -> dict[str, float]:
-    """By mode, error over its budget of the logits of the last CHECKED_STEPS tokens of a given text with caches.
-
-    x64 is a float64 copy of the model on the reference, which reads the whole text at once. The logits may be twice as
-    far from it as those of the model without a cache, plus one rounding.
-    """
+    """By mode, error over its budget of the logits of the last CHECKED_STEPS tokens with caches. x64 is a float64 copy
+    on the reference. The logits may be twice as far from it as those without a cache, plus one rounding."""
     exact = copy.deepcopy(model).double()
     for block in exact.blocks:
         block.attention.backend = "reference"
@@ -405,11 +395,8 @@ def logits_over_budget(model: ByteLM, tokens: Tensor, eviction: Eviction) -> dic
 
 
 def last_logits(model: ByteLM, tokens: Tensor, eviction: Eviction, mode: str) -> Tensor:
-    """The logits of the last CHECKED_STEPS tokens, which come one by one, through caches.
-
-    Those before them come in parts of eviction.every tokens; evicting, there is an eviction after each part, and the
-    later steps are captured, too.
-    """
+    """The logits of the last CHECKED_STEPS tokens, one by one, after parts of eviction.every tokens. Mode "evict" has
+    an eviction after each part, and its later steps are captured."""
     caches = model.make_caches(*tokens.shape)
     early, late = tokens[:, :-CHECKED_STEPS], tokens[:, -CHECKED_STEPS:]
     for part in early.split(eviction.every, 1):
@@ -455,10 +442,8 @@ def generate(run: Run) -> None:
 
 
 def time_modes(model: ByteLM, prompt: Tensor, count: int, run: Run, eviction: Eviction) -> dict[str, list[float]]:
-    """Seconds for `count` tokens after the prompt, one number per mode and round.
-
-    One more round before them compiles, and is not counted.
-    """
+    """Seconds for `count` tokens after the prompt, by mode and round. A round before them compiles, and is not
+    counted."""
     room = {"cache": prompt.shape[1] + count, "captured": prompt.shape[1] + count,
             "evict": max(prompt.shape[1], held_bound(model, eviction)) + eviction.every}
 
@@ -485,11 +470,8 @@ def seconds(writer: Iterator[Tensor], count: int) -> float:
 
 
 def stream(model: ByteLM, count: int, eviction: Eviction) -> dict[str, Any]:
-    """Write `count` tokens with evictions, and record the length of the longest cache before and after each.
-
-    The caches have room for what an eviction may leave (held_bound) and for the tokens until the next one, however many
-    are written. Where evictions leave more, the next tokens do not fit, which raises.
-    """
+    """Write `count` tokens with evictions, in caches with room for held_bound and the tokens until the next eviction.
+    Where evictions leave more, the next tokens do not fit, which raises."""
     held, eviction = held_bound(model, eviction), replace(eviction)
     prompt = torch.zeros(1, 1, dtype=torch.long, device=model.embedding.weight.device)
     writer = write(model, prompt, model.make_caches(1, held + eviction.every), eviction, captured=True)

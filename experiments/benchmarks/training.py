@@ -142,10 +142,8 @@ class Setting(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """The toy model's blocks, tied embeddings, no position embedding of its own.
-
-    attention() makes the layer of a block; all of them have the parameters of a DecayFlashAttention.
-    """
+    """The toy model's blocks, tied embeddings, no position embedding of its own. attention() makes the layer of a
+    block, with the parameters of a DecayFlashAttention."""
 
     def __init__(self, setting: Setting, attention: Callable[[], nn.Module]):
         super().__init__()
@@ -315,11 +313,8 @@ _GROUPS = ("in_proj", "decay", "")  # of parameters, by what their names contain
 
 
 def check(models: Models, run: Run) -> Iterator[str]:
-    """The variants with a right loss and right gradients in the first step on the first tokens, against float64.
-
-    The errors of gradients are ‖g − g64‖ / ‖g64‖ over groups of parameters. The budget is that of the library: twice
-    the error of the eager reference in the same precision, plus eps of that precision.
-    """
+    """The variants with a right first step, against float64. The errors of gradients are ‖g − g64‖ / ‖g64‖ over groups
+    of parameters; the budget is twice the eager reference's in the same precision, plus its eps."""
     length = min(run.options.check_length, models.setting.length)
     tokens, precision = models.tokens[:1, : length + 1], mixed(models.device)
     eps = torch.finfo(torch.bfloat16 if models.device == "cuda" else torch.float32).eps
@@ -472,8 +467,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     found = {key: summary[key] for key in ("parameters", "strategy", "devices")}
     for key, metric in (("train_bits", "train_bits"), ("validation_bits", "val_bits")):
-        steps, bits = read_log(folder, metric)
-        found[key] = {"steps": steps, "bits": bits}
+        found[key] = dict(zip(("steps", "bits"), read_log(folder, metric), strict=True))
     validations, starts = found["validation_bits"]["steps"], zip(*read_log(folder, "seconds"), strict=True)
     stretches = [
         round(1e3 * (end - begin) / (last - first), 3)
@@ -491,10 +485,8 @@ def compare(result: dict[str, Any]) -> None:
         row["tokens_per_second"] = setup["batch_size"] * setup["context"] / (row["milliseconds_per_step"] / 1e3)
         if one is not None:
             row["speed_over_one"] = one["milliseconds_per_step"] / row["milliseconds_per_step"]
-            pairs = zip(row["train_bits"]["bits"], one["train_bits"]["bits"], strict=True)
-            apart = [own - other for own, other in pairs]
-            row["difference"] = statistics.fmean(apart)
-            row["largest_difference"] = max(map(abs, apart))
+            apart = [a - b for a, b in zip(row["train_bits"]["bits"], one["train_bits"]["bits"], strict=True)]
+            row |= {"difference": statistics.fmean(apart), "largest_difference": max(map(abs, apart))}
 
 
 if __name__ == "__main__":

@@ -34,8 +34,7 @@ class Files:
 class Corpus:
     """A text of whole files, uint8, and which of them are on which side.
 
-    `description` is what a result says of it: sha256 (of every file's side, package and bytes), bytes and files of each
-    side, and of each package its name, side, bytes and files.
+    description: sha256 (of every file's side, package and bytes), and bytes and files of each side and package.
     """
 
     text: Tensor
@@ -56,10 +55,7 @@ def installed() -> Packages:
 
 
 def in_folder(path: Path) -> Packages:
-    """The user's own: each file or folder at the top is a package.
-
-    Raises ValueError unless it is a folder with two packages or more.
-    """
+    """The user's own: each file or folder at the top is a package. Raises ValueError for fewer than two."""
     if not path.is_dir():
         raise ValueError(f"data: expected a folder, got {str(path)!r}")
     found = _packages(path, "*")
@@ -84,11 +80,9 @@ def _packages(root: Path, pattern: str) -> dict[str, list[Path]]:
 def build(packages: Packages, folder: Path, *, held_out: float = 0.15, most_bytes: int | None = None) -> Corpus:
     """Read the files and write them to a folder that `load` reads.
 
-    Left out are empty files, and files that are copies of an earlier one. Packages are held out in the order of their
-    names' SHA-256, each that fits in the rest of the share `held_out` of all bytes; the largest ones, which do not,
-    train. most_bytes: take packages, in the reverse of that order, two at least, until they have that many bytes.
-
-    Raises ValueError where either side stays empty.
+    Left out are empty files, and copies of an earlier one. Packages are held out in the order of their names' SHA-256,
+    each that fits in the rest of the share `held_out` of all bytes. most_bytes: take packages, in the reverse of that
+    order, two at least, until they have that many bytes. Raises ValueError where either side stays empty.
     """
     in_order = sorted(packages, key=lambda name: hashlib.sha256(name.encode()).digest())
     texts: dict[str, list[bytes]] = {}
@@ -143,12 +137,8 @@ def load(folder: Path) -> Corpus:
 
 
 class TrainingCrops:
-    """Batches of crops (batch_size, context + 1), uint8, on the device of the text, each within one file.
-
-    Every place of a file where a crop can begin is as likely as any other. Batch n is a pure function of (seed, n).
-
-    Raises ValueError where no file is as long as a crop.
-    """
+    """Batches of crops (batch_size, context + 1), uint8, each within one file, every place as likely as any other.
+    Batch n is a pure function of (seed, n). Raises ValueError where no file is as long as a crop."""
 
     def __init__(self, corpus: Corpus, text: Tensor, context: int, batch_size: int, seed: int):
         self.text, self.context, self.batch_size, self.seed = text, context, batch_size, seed
@@ -165,13 +155,8 @@ class TrainingCrops:
 
 
 def held_out_starts(corpus: Corpus, length: int, count: int, per_file: int) -> np.ndarray:
-    """Starts of up to `count` disjoint crops of `length` bytes of held-out files, up to per_file of each.
-
-    First one of every file that is long enough, then a second one of those that have it, and so on. The order of files,
-    and of a file's crops, depends only on the corpus and the length.
-
-    Raises ValueError if there is none.
-    """
+    """Starts of up to `count` disjoint crops of `length` bytes of held-out files, up to per_file of each: one of every
+    file, then a second one. Corpus and length alone determine the order. Raises ValueError if there is none."""
     random = np.random.default_rng(length)
     long = np.flatnonzero(corpus.held_out.lengths >= length)
     random.shuffle(long)

@@ -9,10 +9,8 @@ from decayattn.nn import Rotary
 
 @dataclass(frozen=True)
 class Scheme:
-    """A decay of the scores, by DecayFlashAttention's name, with or without rotary embeddings.
-
-    options: further ones of DecayFlashAttention.
-    """
+    """A decay of the scores, by DecayFlashAttention's name, with or without rotary embeddings; options: further
+    ones."""
 
     label: str
     decay: str = "none"

@@ -10,8 +10,7 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Fill fresh buffers with NaN (integers: a huge number), so that a kernel that reads or leaves an unwritten entry
-    shows."""
+    """Fill fresh buffers with NaN (integers: a huge number): a kernel that reads or leaves an unwritten entry shows."""
 
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def wrapper(*args, **kwargs):

@@ -57,10 +57,8 @@ def commit_of(tree: Path) -> str | None:
 
 @functools.cache  # half a second
 def tree_id(folder: Path) -> str | None:
-    """The id of a folder's files as a git tree: `git rev-parse COMMIT:folder`, if they are that commit's.
-
-    Made in an empty repository, so that a copy without one has it, too; None where git is not installed.
-    """
+    """The id of a folder's files as a git tree, as of `git rev-parse COMMIT:folder`; None where git is not installed.
+    Made in an empty repository, so that a copy without one has it, too."""
     with tempfile.TemporaryDirectory() as repository:
         if _run("git", "init", "--quiet", "--bare", repository) is None:
             return None

@@ -15,10 +15,8 @@ from decayattn.distributed import context_parallel_attention
 
 
 def on_ranks(function: Callable[..., int], ranks: int, device: str, limit: int, *arguments: Any) -> int:
-    """The largest of function(rank, *arguments) on every rank, a process each, with a GPU or with gloo.
-
-    limit: seconds after which a rank that waits for another one raises.
-    """
+    """The largest of function(rank, *arguments) on every rank, a process each, with a GPU or with gloo. A rank that
+    waits for another one for `limit` seconds raises."""
     with tempfile.TemporaryDirectory() as folder:
         statuses = mp.get_context("spawn").Array("i", [1] * ranks)
         given = (f"file://{Path(folder, 'store')}", ranks, device, limit, statuses, function, arguments)
@@ -43,10 +41,8 @@ def _rank(
 def whole_attention(
     group: dist.ProcessGroup, mode: str, lengths: Sequence[int], reach: int | None = None
 ) -> Callable[..., Any]:
-    """decay_attention and decay_attention_varlen of whole tensors; every rank attends to its slice of these lengths.
-
-    All ranks get all results, and the gradients of one loss of the whole results.
-    """
+    """decay_attention and decay_attention_varlen of whole tensors, by slices of these lengths on the ranks. All ranks
+    get all results, and the gradients of one loss of the whole results."""
     rank = dist.get_rank(group)
     mine = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
 

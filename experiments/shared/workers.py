@@ -32,10 +32,9 @@ def calls(
 ) -> Iterator[tuple[int, Any]]:
     """(number, function(number, *arguments)) of all numbers of all tasks, as they come.
 
-    The numbers of a task run one after the other in one process. If function raises, or the process dies or takes
-    longer than limit seconds, the result is an Exception, and another process takes its place. function returns
-    (result, True), or (result, False) if its process must not go on. The environment variable WORKER is the number of
-    its process, below `processes`.
+    If function raises, or the process dies or takes longer than limit seconds, the result is an Exception, and another
+    process takes its place. function returns (result, True), or (result, False) if its process must not go on. The
+    environment variable WORKER is the number of its process, below `processes`.
     """
     tasks = iter(tasks)
     places = [_Place((number for task in tasks for number in task), (function, arguments, n), limit)

@@ -24,10 +24,8 @@ def fill(
     run: Run, names: Sequence[str], cells: Sequence[tuple], train: Callable[..., dict[str, Any]], arguments: tuple,
     said: Callable[[dict[str, Any]], str],
 ) -> None:
-    """Add the rows of the cells that the report lacks: train(cell, *arguments, device), and the names of the cell.
-
-    A cell that fails leaves the others alone, and is tried again by the next call. said: a line about a row.
-    """
+    """Add the rows of the cells that the report lacks: train(cell, *arguments, device), and the names of the cell. A
+    cell that fails is tried again by the next call. said: a line about a row."""
     report, options = run.report, run.options
     done = {tuple(row[name] for name in names) for row in report["rows"]}
     todo, report["missing"] = [cell for cell in cells if cell not in done], []

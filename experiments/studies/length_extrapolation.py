@@ -188,12 +188,8 @@ _TOKENS = {"cuda": 2**18, "cpu": 2**13}
 def read(
     model: ByteLM, lengths: Sequence[int], settings: Namespace, corpus: Corpus, text: Tensor
 ) -> Iterator[dict[str, Any]]:
-    """Mean bits per byte over crops of held-out files, for every length: with the whole crop before each byte, and in
-    windows of the trained length, each half a window after the one before, where the second halves count. Both are of
-    the same bytes, so their difference is the gain of the longer context.
-
-    bits: of every stretch of `bins`. columns: of every stretch of the table.
-    """
+    """Mean bits per byte for every length, by stretches of `bins` and by columns of the table. in_windows: of the same
+    bytes in windows of the trained length, half a window apart, where the second halves count."""
     model.eval()
     context = settings.context
     for length in lengths:

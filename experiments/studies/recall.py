@@ -130,11 +130,8 @@ class Task:
 
     `pairs` key-value pairs, then one query per key, with fillers in between. The even distances of queries after the
     pairs follow a power law. Keys are distinct tokens of the first half of the vocabulary, values of the second.
-
     "recall": every key has one pair. "forgetting": every key has two, in a random order, and the answer is the value of
-    its later pair. There are pairs / 2 queries; a model that ignores the order answers half of them rightly.
-
-    Shapes are the same in every batch: a training step can be a CUDA graph.
+    its later pair; a model that ignores the order answers half of them rightly.
     """
 
     def __init__(self, name: str, length: int, pairs: int, rows: int, vocabulary: int, device: torch.device | str):
@@ -176,8 +173,7 @@ class Model(nn.Module):
     """Two attention layers, no MLP, tied embeddings: Zoology's, with a decay instead of positions.
 
     tokens (B, T), positions (Q,) in the B·T tokens -> logits (Q, vocabulary). Models of a seed start alike: normal,
-    with the variance of nn.Linear, 1 / (3·width); decays and norms have the library's values. With GPT-2's 0.02, which
-    Zoology has, models of this width need many times the steps to find the pairs.
+    with the variance of nn.Linear, 1 / (3·width). With Zoology's 0.02 they need many times the steps to find the pairs.
     """
 
     def __init__(self, mode: str, width: int, heads: int, vocabulary: int, backend: str = "auto", seed: int = 0):

@@ -117,10 +117,9 @@ def compiling_driver(target: Target) -> SimpleNamespace:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    some, dims = {"nargs": "+"}, [64, 128, 192, 256]
+    some, decays = {"nargs": "+"}, ["scalar", "constant", "none"]
     parser.add_argument("--backends", **some, choices=["hopper", "triton"], default=["hopper", "triton"])
-    parser.add_argument("--head-dims", **some, type=int, default=dims)
-    decays = ["scalar", "constant", "none"]
+    parser.add_argument("--head-dims", **some, type=int, default=[64, 128, 192, 256])
     parser.add_argument("--decays", **some, choices=decays, default=decays)
     said = "; ".join(f"{path}: {about}" for path, about in PATHS.items())
     parser.add_argument("--paths", **some, choices=PATHS, default=list(PATHS), help=said)
@@ -321,9 +320,8 @@ def resources(kernel, target: Target) -> dict[str, int | bool]:
 def shares_an_address(ptx: str) -> bool:
     """True if matrix products read tiles of two layouts through descriptors that are formed from one register.
 
-    The upper half of a descriptor says how the tile's lines lie; the address is in the lower one. ptxas 12.8 and 12.9
-    (Triton 3.6 to 3.8) have formed wrong descriptors where two upper halves were added to one register: products of
-    other memory, or an illegal access.
+    The upper half of a descriptor says how the tile's lines lie. ptxas 12.8 and 12.9 (Triton 3.6 to 3.8) have formed
+    wrong descriptors where two upper halves were added to one register: products of other memory, or an illegal access.
     """
     layouts: dict[str, set[int]] = {}
     for register, number in re.findall(r"add\.s64\s+%rd\d+, (%rd\d+), (-?\d{16,});", ptx):
@@ -335,9 +333,8 @@ def shares_an_address(ptx: str) -> bool:
 def reuses_a_barrier(ptx: str) -> bool:
     """True if something else is kept where an mbarrier was made that was not invalidated.
 
-    Triton reuses memory that no later instruction uses, and a barrier's after the last wait. To the GPU it is a barrier
-    until mbarrier.inval. Where processes shared the time of an H200, words that were stored there read as the barrier's
-    first state after some context switches.
+    Triton reuses a barrier's memory after the last wait; to the GPU it is a barrier until mbarrier.inval. Where
+    processes shared an H200, words that were stored there read as the barrier's first state after context switches.
     """
     address = r"\[\s*(%r\d+|global_smem)\s*(?:\+\s*(\d+))?\s*\]"
     begins = {register: int(number) for register, number in re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx)}

@@ -335,25 +335,24 @@ def masks(batch: int, tokens: int) -> dict[str, Tensor]:
 
 def generations(eager: Any, ours: Any, inputs: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
     """Share of generated tokens that differ, without padding and with, and with a static cache."""
-    given = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
-    for name, batch, cache in (("generate", 1, None), ("generate-left", 2, None), ("generate-static", 2, "static")):
-        mask = masks(batch, TOKENS)["ones" if batch == 1 else "left"]
-        options = {name: value[:batch] for name, value in given.items()} | dict(
-            attention_mask=mask, cache_implementation=cache, max_new_tokens=5, do_sample=False, pad_token_id=0,
-            decoder_start_token_id=1,
+    for name, batch, mask, cache in (("generate", 1, "ones", None), ("generate-left", 2, "left", None),
+                                     ("generate-static", 2, "left", "static")):
+        options = {key: value[:batch] for key, value in inputs.items() if key != "decoder_input_ids"} | dict(
+            attention_mask=masks(batch, TOKENS)[mask], cache_implementation=cache, max_new_tokens=5, do_sample=False,
+            pad_token_id=0, decoder_start_token_id=1,
         )
-        texts = []
-        for model in (eager, ours):
+
+        def texts(model: Any, options: dict[str, Any] = options) -> Tensor:
             model.generation_config.eos_token_id = None
             torch.manual_seed(3)
-            try:
-                texts.append(model.generate(**options))
-            except Exception:
-                if texts:
-                    raise
-                break
-        if len(texts) == 2:
-            yield name, float(texts[0].shape != texts[1].shape or (texts[0] != texts[1]).double().mean())
+            return model.generate(**options)
+
+        try:
+            expected = texts(eager)
+        except Exception:
+            continue
+        found = texts(ours)
+        yield name, float(found.shape != expected.shape or (found != expected).double().mean())
 
 
 if __name__ == "__main__":

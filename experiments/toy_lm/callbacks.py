@@ -29,8 +29,7 @@ class GradientCheck(Callback):
     Rank 0 runs `decayattn.testing.compare_model_gradients`: in float32 through Triton's kernels, which shows errors of
     the formulas, and on a GPU in the 16-bit training precision too, through every backend that may train. Gradients
     that the devices of a sharded model compute together are compared as well. Tables are printed, and saved as
-    gradients/step-N.txt and .json. A violation raises GradientViolation on every rank. Without a GPU the kernels need
-    Triton's interpreter: TRITON_INTERPRET=1 before Triton is imported.
+    gradients/step-N.txt and .json. A violation raises GradientViolation on every rank.
 
     Args:
         loss: called as loss(model, batch); a deterministic scalar.

@@ -145,11 +145,8 @@ def attention_statistics(model: ByteLM, tokens: Tensor, *, visited: bool = True)
 
 @torch.no_grad()
 def generate(model: ByteLM, prompt: bytes, count: int, *, seed: int, temperature: float = 0.8) -> bytes:
-    """Sample up to `count` bytes after the prompt, with a key-value cache.
-
-    Without a position embedding, the text may be longer than those of the training. Where documents are kept apart, the
-    last document of the prompt counts, and the text ends with it.
-    """
+    """Sample up to `count` bytes after the prompt, with a key-value cache; there may be more than in the training.
+    Where documents are kept apart, the prompt's last one counts, and the text ends with it."""
     generator, apart = torch.Generator().manual_seed(seed), model.options["documents"] != "together"
     prompt = prompt[max(0, prompt.rfind(DOCUMENT)) if apart else 0 :]
     caches = model.make_caches(1, len(prompt) + count)

@@ -58,10 +58,8 @@ class Sharded(ModelParallelStrategy):
             fully_shard(model, mesh=shards)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Average the gradients of embedding, norms and head, which every tensor-parallel device holds whole.
-
-        An embedding's gradient on a GPU is a sum without a fixed order: without the average, the copies drift apart.
-        """
+        """Average the gradients of embedding, norms and head, which every tensor-parallel device holds whole: on a GPU
+        an embedding's gradient is a sum without a fixed order, and the copies would drift apart."""
         if self.kind != "tensor":
             return
         gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None and not is_divided(p)]

@@ -63,10 +63,7 @@ def described(error: Exception) -> str:
 
 
 def run(case: Case, backend: str, attend: Callable[..., Any] | None = None) -> dict[str, Tensor]:
-    """The results and gradients of one backend; what it allocates holds NaN at first.
-
-    attend: in place of decay_attention and decay_attention_varlen.
-    """
+    """The results and gradients of one backend, or of `attend`; what it allocates holds NaN at first."""
     inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in case.tensors.items()}
     needs_grad = case.draw.family.needs_grad
     leaves = {

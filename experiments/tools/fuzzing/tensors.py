@@ -22,10 +22,8 @@ def axes_of(name: str, packed: bool) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """A call as the public function takes it, and what its judge must know.
-
-    sequences lie in their batch entries, or on the packed axes; None: each fills its batch entry.
-    """
+    """A call as the public function takes it, and what its judge must know. sequences lie in their batch entries, or on
+    the packed axes; None: each fills its batch entry."""
 
     draw: Draw
     tensors: dict[str, Any]  # q, k, v, log_decay, scale, bias, sink
