@@ -184,10 +184,6 @@ def wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, 119, break_long_words=False, break_on_hyphens=False)
 
 
-def decay_of(name: str) -> str:
-    return {"none": "no decay", "alibi": "ALiBi"}.get(name, f"mean λ {name.replace('-', '−')}")
-
-
 # --------------------------------------------------------------------------------------------------- speed of attention
 
 SPEED_FILE = "benchmark_sustained.json"
@@ -584,8 +580,9 @@ def context(results: Results, report: Report) -> list[str]:
     timed = [way for way in (*WAYS, "both") if any(key[3] == way for key in found)]
     first = next(row for row in report["rows"] if row["mode"] != "one GPU")
     modes = [mode for mode in dict.fromkeys(key[2] for key in found) if mode != "one GPU"]
-    rows = {(decay, mode): f"{decay_of(decay)}, {mode}" for decay in dict.fromkeys(key[1] for key in found)
-            for mode in modes}
+    names = {"none": "no decay", "alibi": "ALiBi"}
+    rows = {(decay, mode): f"{names.get(decay) or 'mean λ ' + decay.replace('-', '−')}, {mode}"
+            for decay in dict.fromkeys(key[1] for key in found) for mode in modes}
 
     def cell(row: tuple[str, str], length: int) -> str:
         own = [found.get((length, *row, way), {}) for way in timed]

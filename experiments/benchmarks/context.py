@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -169,7 +170,8 @@ def measure_one(case: Case, decay: str, run: Run, group: dist.ProcessGroup) -> N
         if case.length <= options.alone_up_to:
             calls[ALONE] = prepare(ALONE, inputs, group, options.backend)
         del inputs
-        parts = {name: functools.partial(parts_of, call) for name, call in calls.items()}
+        parts = {name: lambda call=call: itertools.chain(call.parts(), [(BOTH, lambda: call.backward(call.forward()))])
+                 for name, call in calls.items()}
         timings = run.time(parts, lambda call: _milliseconds(call, options.seconds, group))
     about = {key: getattr(case, key) for key in ("length", "heads", "kv_heads", "head_dim", "dtype")} | {"decay": decay}
     run.add((about | row for row in rows(ranks, received, found, timings)), "{mode} {direction}",
@@ -204,22 +206,13 @@ def received_bytes(call: Prepared, group: dist.ProcessGroup) -> dict[str, list[i
         received[direction] += others * (output.nbytes // max(1, len(output)))
         return exchange(output, rows, receive, send, group=group, **options)
 
-    dist.all_to_all_single = counting
-    try:
+    with mock.patch.object(dist, "all_to_all_single", counting):
         out = call.forward()
         direction = BACKWARD
         call.backward(out)
-    finally:
-        dist.all_to_all_single = exchange
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, received, group=group)
     return {direction: [of_rank[direction] for of_rank in everyone] for direction in received}
-
-
-def parts_of(call: Prepared) -> Iterator[tuple[str, Callable[[], object]]]:
-    """A forward, a backward, and both in turns, as in a step of training."""
-    yield from call.parts()
-    yield BOTH, lambda: call.backward(call.forward())
 
 
 def _milliseconds(call: Callable[[], object], seconds: float, group: dist.ProcessGroup) -> float:

@@ -52,9 +52,8 @@ def reason(error: Exception) -> str:
 class Case:
     """One self-attention problem; decay is "scalar", "constant" or "none" as in decay_attention.
 
-    deviation: the standard deviation of the logits, q·k / √D. value_dim: D_v; None for D. row_scales: every row has a
-    scale of its own, which only ours take. kv_heads: H_kv; None for H. rates: "uniform" around the mean, "alibi" of
-    a constant decay, or "none to speak of", −10⁻⁶ at every token, which decays nothing.
+    deviation: that of the logits, q·k / √D. value_dim: D_v; None for D. row_scales: one for every row, which only ours
+    take. kv_heads: H_kv; None for H. rates: "uniform" around the mean, "alibi", or "none to speak of", −10⁻⁶.
     """
 
     batch: int
@@ -89,9 +88,8 @@ class Case:
     def inputs(self, device: str, seed: int) -> dict[str, Tensor]:
         """q, grad_out (B, T, H, ·), k, v (B, T, H_kv, ·), normal, and log_decay unless the case has none.
 
-        q and k are as large as the logits ask. Scalar log-decays (B, T, H) are uniform in [2m, 0], m the case's mean
-        log-decay; constant ones (H,) spread evenly over that interval. Scales of rows (B, T, H) are uniform in
-        [½, 1½] / √D.
+        Scalar log-decays (B, T, H) are uniform in [2m, 0], m the case's mean; constant ones (H,) spread evenly over
+        that interval. Scales of rows (B, T, H) are uniform in [½, 1½] / √D.
         """
         generator = torch.Generator(device).manual_seed(seed)
         shape, heads, kv_heads = (self.batch, self.length), self.heads, self.kv_heads or self.heads

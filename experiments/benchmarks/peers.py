@@ -31,12 +31,10 @@ _BEFORE = "decayattn_before"
 
 @dataclass(frozen=True)
 class Peer:
-    """A kernel to compare.
+    """A kernel to compare: build(case, device) returns attend(q, k, v, log_decay) -> out, or raises Absent.
 
-    build(case, device) returns attend(q, k, v, log_decay) -> out, or raises Absent. `layout`: "BTHD" as
-    decay_attention's, or "BHTD" with heads before time (log_decay then is (B, H, T)). `decay` is "none" (it gets no
-    log_decay), "fixed" (one that wants no gradient) or "learned". `backend` names one of ours. With row_scales, attend
-    takes the case's scale per row, too, as `scale`.
+    layout: "BTHD" as decay_attention's, or "BHTD". decay: "none" (it gets no log_decay), "fixed" (one that wants no
+    gradient) or "learned". backend: one of ours. row_scales: attend takes the case's scale per row, too, as `scale`.
     """
 
     name: str
@@ -123,8 +121,7 @@ def flex(case: Case, device: torch.device) -> Attend:
 
 def fla(case: Case, device: torch.device) -> Attend:
     """flash-linear-attention's forgetting attention (github.com/fla-org/flash-linear-attention)."""
-    kernel = imported("fla.ops.forgetting_attn.parallel").parallel_forgetting_attn
-    return lambda q, k, v, log_decay: kernel(q, k, v, log_decay)
+    return imported("fla.ops.forgetting_attn.parallel").parallel_forgetting_attn
 
 
 def fox(case: Case, device: torch.device, **options: object) -> Attend:

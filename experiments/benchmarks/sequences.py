@@ -332,10 +332,9 @@ class Eviction:
 
 
 def held_bound(model: ByteLM, eviction: Eviction) -> int:
-    r"""No layer's cache holds more tokens after an eviction, however long the text.
+    r"""Upper bound on the tokens of a layer's cache after an eviction, however long the text.
 
-    The slowest head has the rate r and the score bound S. A token that is n tokens old can go as soon as that token and
-    all before it have at most the tolerance::
+    The slowest head has rate r and score bound S. A token n tokens old can go once it and all before it have at most::
 
         exp(2 S) Σ_{m ≥ n} exp(−r m)  =  exp(2 S − r n) / (1 − exp(−r))  ≤  tolerance
     """

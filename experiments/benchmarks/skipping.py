@@ -94,9 +94,7 @@ def measure(run: Run) -> None:
             torch.cuda.empty_cache()
 
 
-def timed(
-    study: str, case: Case, inputs: dict[str, Tensor], visited: Tensor, run: Run
-) -> Iterator[dict[str, Any]]:
+def timed(study: str, case: Case, inputs: dict[str, Tensor], visited: Tensor, run: Run) -> Iterator[dict[str, Any]]:
     """The rows of one case, which was right: without and with skipping, in "pruning" also of calls that compete."""
     options, timer = run.options, harness.burst_timer(run.options.seconds)
     chosen = {SKIPPING: peers.ours(options.backend, skip_tolerance="auto")}
@@ -135,9 +133,7 @@ def plan(case: Case, inputs: dict[str, Tensor]) -> Callable[[], Tensor] | None:
     return lambda: skipping.plan(problem, q, k, log_decay, case.head_dim**-0.5, prefix, None)
 
 
-def rows(
-    study: str, case: Case, timings: Timings, visited: Tensor, plan_us: float | None
-) -> Iterator[dict[str, Any]]:
+def rows(study: str, case: Case, timings: Timings, visited: Tensor, plan_us: float | None) -> Iterator[dict[str, Any]]:
     """One row per call and direction; speed_over_whole is a ratio of medians, above 1 is faster."""
     medians = {key: statistics.median(times) for key, times in timings.items()}
     for (name, direction), times in timings.items():

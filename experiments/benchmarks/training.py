@@ -3,7 +3,6 @@
     python experiments/benchmarks/training.py                        # all of it on a GPU: about 20 minutes
     python experiments/benchmarks/training.py --minutes 9 --compiled-lengths         # eager alone, as much as fits
     python experiments/benchmarks/training.py --lengths --head-dims 64               # then the rest, into the same file
-    python experiments/benchmarks/training.py --lengths 8192 --compiled-lengths --variants ours cudnn-rotary identity
     python experiments/benchmarks/training.py --strategies all       # on two GPUs: 7 runs of the toy LM, 18 minutes
 
 Every variant steps on the same parameters and the same tokens. Its first step is held against float64 before it is
@@ -225,10 +224,6 @@ def _attend(setting: Setting, peer: peers.Peer) -> Callable[..., Tensor]:
     return lambda *tensors: in_layout(kernel(*(in_layout(x, peer.layout) for x in tensors)), peer.layout)
 
 
-def identity(setting: Setting, backend: str, kind: str) -> nn.Module:
-    return OtherAttention(setting, lambda q, k, v, log_decay: v)
-
-
 class Variant(NamedTuple):
     """One attention. `kind`: "decay", "rotary", "none", or "identity" without attention, which is not checked.
 
@@ -254,7 +249,8 @@ VARIANTS = {
     "fla": _other("flash-linear-attention, decay", peers.OTHERS["fla"]),
     "fox": _other("Forgetting Transformer, decay", peers.OTHERS["fox"]),
     "fox-pruned": _other("Forgetting Transformer, decay, pruned", peers.PRUNED),
-    IDENTITY: Variant("no attention (its output is v)", IDENTITY, identity),
+    IDENTITY: Variant("no attention (its output is v)", IDENTITY,
+                      lambda setting, *_: OtherAttention(setting, lambda q, k, v, log_decay: v)),
 }
 
 

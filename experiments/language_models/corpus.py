@@ -97,7 +97,12 @@ def build(packages: Packages, folder: Path, *, held_out: float = 0.15, most_byte
                 sizes[name] = sizes.get(name, 0) + len(content)
         if most_bytes is not None and len(texts) > 1 and sum(sizes.values()) >= most_bytes:
             break
-    sides = _sides({name: sizes[name] for name in in_order if name in texts}, held_out)
+    sides, room = {}, held_out * sum(sizes.values())
+    for name in filter(texts.get, in_order):
+        sides[name] = HELD_OUT if sizes[name] <= room else TRAINING
+        room -= sizes[name] if sizes[name] <= room else 0
+    if sides and HELD_OUT not in sides.values():  # two or three packages of one size: the smallest
+        sides[min(sides, key=lambda name: sizes[name])] = HELD_OUT
     rows, counts, text, digest = {TRAINING: [], HELD_OUT: []}, [], bytearray(), hashlib.sha256()
     for name, side in sorted(sides.items()):
         for content in texts[name]:
@@ -117,18 +122,6 @@ def build(packages: Packages, folder: Path, *, held_out: float = 0.15, most_byte
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(corpus, folder / _FILE)
     return corpus
-
-
-def _sides(sizes: dict[str, int], held_out: float) -> dict[str, str]:
-    """The side of every package; sizes are in the order in which packages are held out."""
-    sides, room = {}, held_out * sum(sizes.values())
-    for name, size in sizes.items():
-        sides[name] = HELD_OUT if size <= room else TRAINING
-        room -= size if size <= room else 0
-    if sides and HELD_OUT not in sides.values():
-        # two or three packages of one size: the smallest
-        sides[min(sides, key=lambda name: sizes[name])] = HELD_OUT
-    return sides
 
 
 def load(folder: Path) -> Corpus:

@@ -22,11 +22,8 @@ _UNTRACKED = "__pycache__/\n*.pyc\n*.egg-info\n.*/\n"  # in them
 
 
 def provenance(script: str, argv: list[str]) -> dict[str, Any]:
-    """The machine, the versions, the commit, the code's trees, the command line and the date.
-
-    In a copy without git, the environment variable DECAYATTN_COMMIT names the commit. By the trees report.py knows if
-    the code was that commit's; decayattn's is that of the imported package.
-    """
+    """The machine, the versions, the commit, the code's trees, the command line and the date. decayattn's tree is the
+    imported package's. In a copy without git, the environment variable DECAYATTN_COMMIT names the commit."""
     imported = sys.modules.get("decayattn")
     package = Path(imported.__file__).parent if imported else ROOT / "decayattn"
     cuda = torch.cuda.is_available()

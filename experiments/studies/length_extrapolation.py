@@ -5,11 +5,10 @@
     python experiments/studies/length_extrapolation.py --devices 2          # a process for each GPU
 
 Byte-level models of one shape are trained on texts of one length. They are read at every position of longer texts, from
-packages outside the training text. The texts are Python source: by default the standard library and all that is
-installed. The cells of a seed have the same bytes at every step and the same initial weights, except those that only
-one scheme has. bits: mean bits per byte of stretches of positions (edges: of each length) with the whole crop before
-them. columns: of the stretches of the table, also with at most the trained length before each byte (in_windows, half a
-window apart). Each cell (a scheme and a seed) is added to the output at once.
+packages outside the training text, by default all installed Python source. The cells of a seed have the same bytes at
+every step and the same initial weights, except those that only one scheme has. bits: mean bits per byte of stretches of
+positions (edges: of each length) with the whole crop before them. columns: of the stretches of the table, also with at
+most the trained length before each byte (in_windows).
 
 needles: lines with a random key and a value of random hexadecimal digits, at five depths of every text. The last lines
 repeat them in a random order. bits: of a digit of a repeated value, 4 without retrieval. found: share of the digits
@@ -160,8 +159,8 @@ def train(cell: tuple[str, int], settings: Namespace, folder: Path, device: str)
     bits, seconds = [float(part.mean()) / math.log(2) for part in losses.chunk(100)], time.monotonic() - began
     eager = build_model(settings, scheme, seed).to(device)  # reads other lengths than the compiled one
     eager.load_state_dict(model.state_dict())
-    decays = SCHEMES[scheme].decay != "none"
-    lengths = [length for length in settings.lengths if decays or length <= settings.without_decay_up_to]
+    most = math.inf if SCHEMES[scheme].decay != "none" else settings.without_decay_up_to
+    lengths = [length for length in settings.lengths if length <= most]
     return {"training": {"bits": bits, "seconds": round(seconds, 1)},
             "parameters": sum(p.numel() for p in model.parameters()),
             "reading": list(read(eager, lengths, settings, corpus, text)),

@@ -5,9 +5,8 @@
     python experiments/tools/compile_kernels.py --targets sm_80 gfx942       # the Triton kernels for other GPUs
     PYTHONPATH=folder python experiments/tools/compile_kernels.py            # with the Triton that is there
 
-The launch functions run on CPU tensors, with a driver that compiles and launches nothing. The compiled kernels are
-those that a GPU would launch. Printed per kernel: registers, bytes of register spills, shared memory. CI compiles a
-part with every Triton that a supported PyTorch brings (.ci/run).
+The launch functions run on CPU tensors, with a driver that launches nothing. Printed per kernel: registers, bytes of
+register spills, shared memory. CI compiles a part with every supported Triton (.ci/run).
 
 The exit status is 1 for a fault. A kernel does not compile, or needs more shared memory than a block has. ptxas
 serialises its asynchronous matrix products, which costs a large part of the speed. It reads tiles in a way that ptxas

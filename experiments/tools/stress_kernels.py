@@ -4,9 +4,8 @@
     python experiments/tools/stress_kernels.py --minutes 10 --load 8  # with eight processes that keep the GPU busy
     python experiments/tools/stress_kernels.py --shapes 16,2048,8,64 --backends hopper
 
-A test calls a kernel once, on a problem for a few programs. A fault of one launch in thousands shows only in training
-that diverges, and some only where other processes take the GPU from a kernel at any instruction. Here q, k and v
-are slices of one projection, half-lives are 2 to 4,096 tokens, some keys far outweigh a row's nearest. Memory that a
+Some faults show in one launch of thousands, others only where other processes take the GPU from a kernel. Here q, k and
+v are slices of one projection, half-lives are 2 to 4,096 tokens, some keys far outweigh a row's nearest. Memory that a
 launch allocates holds NaN. out (with lse and alone), lse, dk and dv must repeat the bits of the first call. dq and dλ,
 which "hopper" adds up in no fixed order, must repeat its values. The first call is compared with the "triton" kernels.
 

@@ -5,10 +5,9 @@
 
 Each architecture is built small, with random weights, on the CPU. Its outcome is one of these:
 
-* right: the outputs equal those of eager attention. Batches of 1 and 2 have no mask, a mask of ones, or padding on
-  either side. Another last token must change what it changes with eager attention, so a causal model does not see it
-  before. A decoder is padded, too, and tokens are generated with a dynamic and with a static cache. Outputs of padding
-  do not count.
+* right: the outputs equal those of eager attention, but for those of padding. Batches of 1 and 2 have no mask, a mask
+  of ones, or padding on either side. Another last token must change what it changes with eager attention. A decoder is
+  padded, too, and tokens are generated with a dynamic and with a static cache.
 * refused: the model raises an error of decayattn that names the reason.
 * wrong: anything else.
 * not judged: no small model could be built or run with eager attention, or its outputs hardly depend on other tokens.
@@ -77,9 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts = Counter(outcome["outcome"] for outcome in found.values())
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
     if options.output is not None:
-        seconds, ordered = round(time.monotonic() - began, 1), dict(sorted(found.items()))
-        about = {"transformers": transformers.__version__, "seconds": seconds, "counts": counts}
-        write({**provenance(SCRIPT, argv), **about, "architectures": ordered}, options.output)
+        about = {"transformers": transformers.__version__, "seconds": round(time.monotonic() - began, 1),
+                 "counts": counts, "architectures": dict(sorted(found.items()))}
+        write(provenance(SCRIPT, argv) | about, options.output)
     return int("wrong" in counts)
 
 

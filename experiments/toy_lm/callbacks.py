@@ -129,11 +129,8 @@ class AttentionStatistics(Callback):
 
 
 class FinishStep(Callback):
-    """Ctrl-C and SIGTERM end the training after the current step, with a validation and a checkpoint.
-
-    A second one ends it at once. Lightning alone may save in the middle of a step, when some weights are updated and
-    others are not. The last step ends in the same way, so that the last checkpoint is the trained model.
-    """
+    """Ctrl-C and SIGTERM end the training after the current step, with a validation and a checkpoint; a second one at
+    once. Lightning alone may save in the middle of a step. The last step ends in the same way, with a checkpoint."""
 
     def __init__(self):
         self.received, self.handlers = False, {}

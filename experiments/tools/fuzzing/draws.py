@@ -19,11 +19,8 @@ RESETS = (float("-inf"), -1e3, -1e4, -1e9, -1e30, -3.4028234663852886e38, -746.5
 
 @dataclass(frozen=True)
 class Memory:
-    """Place of a tensor: order of its axes from the outermost, gaps, first element, axes that have stride 0.
-
-    gap: elements left out after every step of the axis next to the innermost one, as between the parts of a fused
-    projection; step: stride of the innermost axis.
-    """
+    """Place of a tensor: order of its axes from the outermost, first element, axes that have stride 0. gap: elements
+    after every step of the axis next to the innermost one, as in a fused projection; step: the innermost stride."""
 
     order: str
     gap: int = 0

@@ -4,6 +4,7 @@ Eager and A are explicit_attention's (decayattn.testing), which has a float64 pr
 there, so nothing large is in that prefix, and it can hide no error of a kernel.
 """
 
+import itertools
 import math
 import traceback
 from collections.abc import Callable
@@ -100,9 +101,8 @@ def call_of(case: Case) -> Call:
     log_decay = batched(log_decay) if case.draw.family.decay == "token" else log_decay
     inputs = Arguments(q, k, v, log_decay, tensors["scale"], tensors["bias"], tensors["sink"])
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-    grad_lse = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=accumulator)
-    if case.grad_lse is not None:
-        grad_lse = batched(case.grad_lse)
+    no_lse = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=accumulator)
+    grad_lse = no_lse if case.grad_lse is None else batched(case.grad_lse)
     furthest = q.shape[1] + k.shape[1]
     left, right = case.draw.window or (-1, -1)
     window = min(left, furthest), -1 if case.options["causal"] else min(right, furthest)
@@ -112,11 +112,9 @@ def call_of(case: Case) -> Call:
     bounds = None if case.sequences is None else torch.tensor(case.sequences, dtype=torch.int32).reshape(-1, 4)
     longest = (case.options["max_seqlen_q"], case.options["max_seqlen_k"]) if case.packed else None
     row_scale = inputs.scale if isinstance(inputs.scale, Tensor) else None
-    problem = AttentionProblem.of(
-        q, v, shaped, row_scale, case.options["causal"], window, bounds, longest, inputs.bias
-    )
+    problem = AttentionProblem.of(q, v, shaped, row_scale, case.options["causal"], window, bounds, longest, inputs.bias)
     found = bounds_of(problem, case.sequences)
-    pairs = tuple((place, head) for place in found for head in range(problem.num_heads))
+    pairs = tuple(itertools.product(found, range(problem.num_heads)))
     return Call(inputs, batched(case.grad_out), grad_lse, found, pairs, problem)
 
 
