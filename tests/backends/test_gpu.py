@@ -126,10 +126,8 @@ def test_more_heads_than_a_grid_dimension_holds(shape, decay):
 
 
 def test_a_million_tokens_are_as_exact_as_eight_thousand():
-    """The last 64 rows, and the gradients that they send to the last 8192 tokens, with a mean λ of −0.7.
-
-    The short sequence is the end of the long one, so both answer nearly the same question.
-    """
+    """The last 64 rows, and the gradients that they send to the last 8192 tokens, with a mean λ of −0.7. The short
+    sequence is the end of the long one, so both answer nearly the same question."""
     short, rows = 8192, 64
 
     def evaluate(leaves: dict, grad_out: Tensor, backend: str) -> dict[str, Tensor]:
@@ -202,10 +200,8 @@ def test_captured_graph_replays_on_changed_inputs(decay, backend):
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 def test_two_devices_in_one_process(backend):
     """Calls on cuda:1 while cuda:0 is current and the other way round, alternating: each device keeps its own launches.
-
     The first round compiles, later ones launch remembered kernels. Every answer is judged by itself, because the GPUs
-    may be of two kinds, and is on the device of its inputs.
-    """
+    may be of two kinds, and is on the device of its inputs."""
     inputs = []
     for length in (300, 1024):  # without and with a plan of what to skip
         leaves = make(length=length, device="cpu")

@@ -124,20 +124,17 @@ def test_keys_that_cannot_matter_are_not_fetched(pool, interpreter, case):
 PLANNED = dict(length=1280, batch=1, mean=-1.0, backend="triton")
 
 
-@pytest.mark.parametrize(
-    ("expected", "case"),
-    [
-        *(
-            (rows, dict(decay=decay, options=dict(window_size=(window, 0))))
-            for window, rows in ((2, [47, 3]), (20, [25, 25]), (25, [25, 25]), (26, [50]))
-            for decay in ("none", "gate")
-        ),
-        pytest.param([576, 64], PLANNED, marks=pytest.mark.slow),
-        pytest.param(
-            [576, 64], PLANNED | dict(decay="constant", row_scale=True, sink=True, kv_heads=1), marks=pytest.mark.slow
-        ),
-    ],
-)
+@pytest.mark.parametrize(("expected", "case"), [
+    *(
+        (rows, dict(decay=decay, options=dict(window_size=(window, 0))))
+        for window, rows in ((2, [47, 3]), (20, [25, 25]), (25, [25, 25]), (26, [50]))
+        for decay in ("none", "gate")
+    ),
+    pytest.param([576, 64], PLANNED, marks=pytest.mark.slow),
+    pytest.param(
+        [576, 64], PLANNED | dict(decay="constant", row_scale=True, sink=True, kv_heads=1), marks=pytest.mark.slow
+    ),
+])
 def test_rows_that_see_only_their_slice_have_a_call(pool, interpreter, expected, case):
     """The first call has those rows, unless they are less than half. The number of other rows is rounded up to a part
     of the slice. With a plan, the first call skips keys by the plan's summaries."""
@@ -190,21 +187,18 @@ def test_a_forward_and_a_backward_have_one_exchange_each_way(pool):
 
 
 @pytest.mark.parametrize("pool", POOLS, indirect=True)
-@pytest.mark.parametrize(
-    ("name", "options", "of_last_rank"),
-    [
-        ("mode", {}, dict(mode="heads")),
-        ("skip_tolerance", {}, dict(skip_tolerance=None)),
-        ("window_size", dict(window_size=(8, 0)), dict(window_size=(9, 0))),
-        ("scale", {}, dict(scale=0.5)),
-        ("backend", {}, dict(backend="reference")),
-        ("log_decay", {}, dict(log_decay=None)),
-        ("sink", {}, dict(sink=torch.zeros(4))),
-        ("requires_grad", dict(mode="heads", sink=torch.zeros(4)), dict(sink=torch.ones(4, requires_grad=True))),
-        ("bias", dict(mode="heads", bias=torch.zeros(1)), dict(bias=torch.zeros(1, 1))),
-        ("lengths", {}, dict(lengths="halved")),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "of_last_rank"), [
+    ("mode", {}, dict(mode="heads")),
+    ("skip_tolerance", {}, dict(skip_tolerance=None)),
+    ("window_size", dict(window_size=(8, 0)), dict(window_size=(9, 0))),
+    ("scale", {}, dict(scale=0.5)),
+    ("backend", {}, dict(backend="reference")),
+    ("log_decay", {}, dict(log_decay=None)),
+    ("sink", {}, dict(sink=torch.zeros(4))),
+    ("requires_grad", dict(mode="heads", sink=torch.zeros(4)), dict(sink=torch.ones(4, requires_grad=True))),
+    ("bias", dict(mode="heads", bias=torch.zeros(1)), dict(bias=torch.zeros(1, 1))),
+    ("lengths", {}, dict(lengths="halved")),
+])
 def test_options_that_differ_are_named_on_every_rank(pool, name, options, of_last_rank):
     for error, _ in pool.outcomes("distributed_cases.call", options, of_last_rank, seconds=30):
         assert f"ValueError: {name}: expected the same on every rank" in error
@@ -213,18 +207,15 @@ def test_options_that_differ_are_named_on_every_rank(pool, name, options, of_las
 PACKED = dict(cu_seqlens=torch.tensor([0, 24]))
 
 
-@pytest.mark.parametrize(
-    ("options", "inputs", "others"),
-    [
-        (dict(mode="heads"), {}, [0, 0]),
-        (dict(reach=3), {}, [0]),
-        (dict(log_decay=None), {}, [0]),
-        (dict(log_decay=None) | PACKED, dict(batch=1), [3, 0]),
-        ({}, dict(decay="constant"), [5, 0]),
-        ({}, {}, [8, 5, 0]),  # resets, and the plan
-        (dict(backend="triton"), {}, [36, 5, 0]),  # summaries of slices, and the plan
-    ],
-)
+@pytest.mark.parametrize(("options", "inputs", "others"), [
+    (dict(mode="heads"), {}, [0, 0]),
+    (dict(reach=3), {}, [0]),
+    (dict(log_decay=None), {}, [0]),
+    (dict(log_decay=None) | PACKED, dict(batch=1), [3, 0]),
+    ({}, dict(decay="constant"), [5, 0]),
+    ({}, {}, [8, 5, 0]),  # resets, and the plan
+    (dict(backend="triton"), {}, [36, 5, 0]),  # summaries of slices, and the plan
+])
 def test_options_are_compared_before_any_other_collective(pool, interpreter, options, inputs, others):
     """Ranks that do not agree might wait for one another in it."""
     assert pool.run("distributed_cases.collective_sizes", options, **inputs) == [[32, *others]] * 2
@@ -247,28 +238,25 @@ def assert_others_end(outcomes, own_error):
 ON_META = torch.zeros(2, 12, 4, 16, dtype=torch.float64, device="meta")
 
 
-@pytest.mark.parametrize(
-    ("of_last_rank", "error"),
-    [
-        (dict(mode="ring"), "ValueError: mode: expected 'halo' or 'heads', got 'ring'"),
-        (dict(causal=False), "ValueError: causal: expected True with mode='halo'"),
-        (dict(bias=torch.zeros(1)), "ValueError: bias: expected None with mode='halo'"),
-        (dict(mode="heads", bias=torch.zeros(2, 1, 24)), "ValueError: bias: expected a tensor broadcastable to (B, H,"),
-        (dict(seqused_k=torch.tensor([1, 2])), "ValueError: seqused_k: expected None with mode='halo'"),
-        (dict(reach=-1), "ValueError: reach: expected at least 0, got -1"),
-        (dict(reach=1, mode="heads"), "ValueError: reach: expected only with mode='halo'"),
-        (dict(lengths=[6, 6]), "ValueError: lengths: expected the number of tokens of each of 2 ranks, with 12"),
-        (dict(lengths="44"), "TypeError: lengths: expected a number of tokens for each rank, got '44'"),
-        (dict(max_seqlen=4), "ValueError: max_seqlen: expected only with cu_seqlens"),
-        (PACKED, "ValueError: q: expected shape (1, T, H, D) with cu_seqlens"),
-        (dict(cu_seqlens=torch.tensor([0, 30, 24])), "ValueError: cu_seqlens: expected offsets that never fall"),
-        (dict(softmax_scale=1.0), "TypeError: softmax_scale: unexpected keyword argument"),
-        (dict(q=None), "TypeError: q: expected a torch.Tensor, got None"),
-        (dict.fromkeys("qkv", ON_META) | dict(log_decay=-0.1), "ValueError: q: expected a device of the group"),
-        (dict(mapped=True), "RuntimeError: context_parallel_attention: expected no transform of torch.func"),
-        (dict(mode="heads", heads=3, kv_heads=3), "ValueError: mode: expected query heads in a multiple of the 2"),
-    ],
-)
+@pytest.mark.parametrize(("of_last_rank", "error"), [
+    (dict(mode="ring"), "ValueError: mode: expected 'halo' or 'heads', got 'ring'"),
+    (dict(causal=False), "ValueError: causal: expected True with mode='halo'"),
+    (dict(bias=torch.zeros(1)), "ValueError: bias: expected None with mode='halo'"),
+    (dict(mode="heads", bias=torch.zeros(2, 1, 24)), "ValueError: bias: expected a tensor broadcastable to (B, H,"),
+    (dict(seqused_k=torch.tensor([1, 2])), "ValueError: seqused_k: expected None with mode='halo'"),
+    (dict(reach=-1), "ValueError: reach: expected at least 0, got -1"),
+    (dict(reach=1, mode="heads"), "ValueError: reach: expected only with mode='halo'"),
+    (dict(lengths=[6, 6]), "ValueError: lengths: expected the number of tokens of each of 2 ranks, with 12"),
+    (dict(lengths="44"), "TypeError: lengths: expected a number of tokens for each rank, got '44'"),
+    (dict(max_seqlen=4), "ValueError: max_seqlen: expected only with cu_seqlens"),
+    (PACKED, "ValueError: q: expected shape (1, T, H, D) with cu_seqlens"),
+    (dict(cu_seqlens=torch.tensor([0, 30, 24])), "ValueError: cu_seqlens: expected offsets that never fall"),
+    (dict(softmax_scale=1.0), "TypeError: softmax_scale: unexpected keyword argument"),
+    (dict(q=None), "TypeError: q: expected a torch.Tensor, got None"),
+    (dict.fromkeys("qkv", ON_META) | dict(log_decay=-0.1), "ValueError: q: expected a device of the group"),
+    (dict(mapped=True), "RuntimeError: context_parallel_attention: expected no transform of torch.func"),
+    (dict(mode="heads", heads=3, kv_heads=3), "ValueError: mode: expected query heads in a multiple of the 2"),
+])
 def test_bad_arguments_on_one_rank_are_named_on_all(pool, of_last_rank, error):
     shape = {name: of_last_rank[name] for name in ("heads", "kv_heads") if name in of_last_rank}
     changed = {name: x for name, x in of_last_rank.items() if name not in shape}
@@ -283,24 +271,21 @@ def test_a_bad_group_is_refused(pool):
 A_RESET = torch.zeros(1, 4, dtype=torch.bool)
 
 
-@pytest.mark.parametrize(
-    ("options", "of_last_rank", "refused"),
-    [
-        ({}, dict(x=torch.zeros(1, 4, 17)), "ValueError: x: expected shape (B, T, embed_dim = 16)"),
-        ({}, dict(x=torch.zeros(1, 4, 16, dtype=torch.float64)), "RuntimeError: "),
-        ({}, dict(x=torch.zeros(2, 4, 16)), "ValueError: q: expected the same on every rank"),
-        ({}, dict(attn_mask=None), "TypeError: attn_mask: unexpected keyword"),
-        (dict(decay="constant"), dict(resets=A_RESET), "ValueError: resets: expected"),
-        ({}, dict(lengths=5), "TypeError: lengths: expected a number of tokens for each rank, got 5"),
-        (dict(scale="learned"), dict(log_scale=torch.zeros(3)), "ValueError: scale: expected"),
-        (dict(position=Misplacing()), {}, "ValueError: position: expected k back"),
-        *((dict(qk_norm=True), dict(raises=name), "OutOfMemoryError") for name in ("in_proj", "decay", "q_norm")),
-        # before, in and after the exchange of the tokens before the slices
-        (dict(kv_shift=True), dict(raises="in_proj"), "OutOfMemoryError"),
-        (dict(kv_shift=True), dict(x=torch.zeros(2, 4, 16)), "ValueError: kv_shift: expected the same on every rank"),
-        (dict(kv_shift=True, position=Misplacing()), {}, "ValueError: position: expected k back"),
-    ],
-)
+@pytest.mark.parametrize(("options", "of_last_rank", "refused"), [
+    ({}, dict(x=torch.zeros(1, 4, 17)), "ValueError: x: expected shape (B, T, embed_dim = 16)"),
+    ({}, dict(x=torch.zeros(1, 4, 16, dtype=torch.float64)), "RuntimeError: "),
+    ({}, dict(x=torch.zeros(2, 4, 16)), "ValueError: q: expected the same on every rank"),
+    ({}, dict(attn_mask=None), "TypeError: attn_mask: unexpected keyword"),
+    (dict(decay="constant"), dict(resets=A_RESET), "ValueError: resets: expected"),
+    ({}, dict(lengths=5), "TypeError: lengths: expected a number of tokens for each rank, got 5"),
+    (dict(scale="learned"), dict(log_scale=torch.zeros(3)), "ValueError: scale: expected"),
+    (dict(position=Misplacing()), {}, "ValueError: position: expected k back"),
+    *((dict(qk_norm=True), dict(raises=name), "OutOfMemoryError") for name in ("in_proj", "decay", "q_norm")),
+    # before, in and after the exchange of the tokens before the slices
+    (dict(kv_shift=True), dict(raises="in_proj"), "OutOfMemoryError"),
+    (dict(kv_shift=True), dict(x=torch.zeros(2, 4, 16)), "ValueError: kv_shift: expected the same on every rank"),
+    (dict(kv_shift=True, position=Misplacing()), {}, "ValueError: position: expected k back"),
+])
 def test_layer_error_on_one_rank_ends_the_others(pool, options, of_last_rank, refused):
     found = pool.outcomes("distributed_cases.layer_call", of_last_rank, seconds=30, **options)
     if "expected the same on every rank" in refused:
@@ -309,19 +294,16 @@ def test_layer_error_on_one_rank_ends_the_others(pool, options, of_last_rank, re
         assert_others_end(found, refused)
 
 
-@pytest.mark.parametrize(
-    ("where", "options", "inputs"),
-    [
-        ("distributed.ulysses.pack", dict(mode="heads"), {}),
-        ("distributed.halo_exchange.pack", dict(reach=3), {}),
-        ("distributed.halo_exchange.pack", dict(reach=3) | PACKED, dict(batch=1)),
-        ("distributed.halo_plan._resets", {}, {}),
-        ("distributed.halo_plan.is_reset", {}, dict(decay="constant")),
-        ("distributed.halo_plan._sequence_at", PACKED, dict(batch=1)),
-        ("backends.planning.halo_bound.summarise", dict(backend="triton"), {}),
-        ("backends.planning.halo_bound.first_keys", dict(backend="triton"), {}),
-    ],
-)
+@pytest.mark.parametrize(("where", "options", "inputs"), [
+    ("distributed.ulysses.pack", dict(mode="heads"), {}),
+    ("distributed.halo_exchange.pack", dict(reach=3), {}),
+    ("distributed.halo_exchange.pack", dict(reach=3) | PACKED, dict(batch=1)),
+    ("distributed.halo_plan._resets", {}, {}),
+    ("distributed.halo_plan.is_reset", {}, dict(decay="constant")),
+    ("distributed.halo_plan._sequence_at", PACKED, dict(batch=1)),
+    ("backends.planning.halo_bound.summarise", dict(backend="triton"), {}),
+    ("backends.planning.halo_bound.first_keys", dict(backend="triton"), {}),
+])
 def test_error_before_the_exchange_ends_the_others(pool, interpreter, where, options, inputs):
     """Before the ranks have compared their options, and after that."""
     case = dict(seconds=30) | inputs
@@ -365,13 +347,10 @@ def test_missing_groups_are_refused():
         _ = collectives.Slices((1,), 0, lambda: None).group
 
 
-@pytest.mark.parametrize(
-    ("backends", "types"),
-    [
-        ("cpu:gloo,cuda:gloo", ("cpu", "cuda")), ("cuda:nccl", ("cuda",)), ("cpu:gloo,cuda:nccl", ("cuda",)),
-        ("cuda:nccl,xpu:nccl,cpu:nccl", ("cpu", "cuda", "xpu")),
-    ],
-)
+@pytest.mark.parametrize(("backends", "types"), [
+    ("cpu:gloo,cuda:gloo", ("cpu", "cuda")), ("cuda:nccl", ("cuda",)), ("cpu:gloo,cuda:nccl", ("cuda",)),
+    ("cuda:nccl,xpu:nccl,cpu:nccl", ("cpu", "cuda", "xpu")),
+])
 def test_ranks_compare_options_in_one_backend(monkeypatch, backends, types):
     """Tensors of another device raise, and the waiting ranks raise there, too."""
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda _: backends)
@@ -389,15 +368,12 @@ def test_checkpointing_keeps_the_bits_of_gradients(pool, mode, reentrant):
     assert all(pool.run("distributed_cases.checkpointed", mode, reentrant))
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "refused"),
-    [
-        ("differentiate_twice", ["halo"], "once_differentiable"),
-        ("differentiate_twice", ["heads"], "once_differentiable"),
-        ("change_in_place", [], "modified by an inplace operation"),  # the backward reads the result
-        ("compiled", [True], "torch.compile cannot trace it"),
-    ],
-)
+@pytest.mark.parametrize(("function", "arguments", "refused"), [
+    ("differentiate_twice", ["halo"], "once_differentiable"),
+    ("differentiate_twice", ["heads"], "once_differentiable"),
+    ("change_in_place", [], "modified by an inplace operation"),  # the backward reads the result
+    ("compiled", [True], "torch.compile cannot trace it"),
+])
 def test_unsupported_uses_are_refused(pool, function, arguments, refused):
     for error, _ in pool.outcomes(f"distributed_cases.{function}", *arguments, seconds=60):
         assert refused in error
@@ -414,21 +390,18 @@ def test_destroyed_groups_are_freed(pool, mode):
 
 
 @pytest.mark.parametrize("pool", POOLS, indirect=True)
-@pytest.mark.parametrize(
-    ("mode", "case"),
-    [
-        ("halo", {}),
-        ("heads", dict(causal=False)),
-        ("halo", dict(decay="constant", window_size=(20, 0), sink=True, scale="learned", lengths="uneven")),
-        ("halo", dict(packed=True, lengths="uneven")),
-        ("heads", dict(packed=True, sink=True)),
-        ("halo", dict(given="BTH", lengths="uneven")),
-        ("heads", dict(given="H", decay="none", packed=True)),
-        ("halo", dict(kv_shift=True, output_norm=True, lengths="uneven")),
-        ("halo", dict(kv_shift=True, packed=True, lengths="uneven")),
-        ("heads", dict(kv_shift=True, bias=True, decay="none", length=1, lengths="chunks")),
-    ],
-)
+@pytest.mark.parametrize(("mode", "case"), [
+    ("halo", {}),
+    ("heads", dict(causal=False)),
+    ("halo", dict(decay="constant", window_size=(20, 0), sink=True, scale="learned", lengths="uneven")),
+    ("halo", dict(packed=True, lengths="uneven")),
+    ("heads", dict(packed=True, sink=True)),
+    ("halo", dict(given="BTH", lengths="uneven")),
+    ("heads", dict(given="H", decay="none", packed=True)),
+    ("halo", dict(kv_shift=True, output_norm=True, lengths="uneven")),
+    ("halo", dict(kv_shift=True, packed=True, lengths="uneven")),
+    ("heads", dict(kv_shift=True, bias=True, decay="none", length=1, lengths="chunks")),
+])
 def test_a_layer_with_a_context_matches_one_without(pool, mode, case):
     found = pool.run("distributed_cases.layer_errors", mode, **case)
     assert_exact(found, 1e-11)

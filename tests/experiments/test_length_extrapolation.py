@@ -235,16 +235,13 @@ def test_the_figure_shows_the_mean_and_marks_the_trained_length(measured):
     assert set(trained.get_xdata()) == {16}
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--lengths", "60"], "--crops: expected as many numbers as --lengths"),
-        (["--lengths", "60", "256"], "--lengths: expected multiples of --context"),
-        (["--heads", "3"], "--heads: expected a divisor of the width"),
-        (["--minutes", "0"], "expected a positive number, got 0"),
-        (["--schemes", "alibi2"], "invalid choice: 'alibi2'"),
-    ],
-)
+@pytest.mark.parametrize(("more", "message"), [
+    (["--lengths", "60"], "--crops: expected as many numbers as --lengths"),
+    (["--lengths", "60", "256"], "--lengths: expected multiples of --context"),
+    (["--heads", "3"], "--heads: expected a divisor of the width"),
+    (["--minutes", "0"], "expected a positive number, got 0"),
+    (["--schemes", "alibi2"], "invalid choice: 'alibi2'"),
+])
 def test_bad_options_are_refused(more, message, data, tmp_path, capsys):
     with pytest.raises(SystemExit):
         harness.parse(study, call(data, tmp_path, *more))

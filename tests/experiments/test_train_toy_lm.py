@@ -96,14 +96,11 @@ def test_run_learns_and_leaves_its_results(text, capsys):
 
 
 @pytest.mark.usefixtures("without_report")
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--decay", "alibi-learned", "--documents", "packed"], ["--documents", "resets"],
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (
-            ["--decay", "none", "--precision", "bf16-mixed"], ["--decay", "constant"], ["--precision", "bf16-true"])),
-    ],
-)
+@pytest.mark.parametrize("options", [
+    ["--decay", "alibi-learned", "--documents", "packed"], ["--documents", "resets"],
+    *(pytest.param(x, marks=pytest.mark.slow) for x in (
+        ["--decay", "none", "--precision", "bf16-mixed"], ["--decay", "constant"], ["--precision", "bf16-true"])),
+])
 def test_options_train_and_pass_the_gradient_check(options, tmp_path):
     """On a CPU the tiles are planned in float32, because Triton's interpreter has no bfloat16."""
     folder = tmp_path / "files"
@@ -262,43 +259,40 @@ def test_last_is_the_newest_run_in_every_process(monkeypatch):
     assert sys.argv == ["train_toy_lm.py", "--resume", "runs/toy_lm/a"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--data nowhere", "data: expected a file or a folder, got 'nowhere', which does not exist"),
-        ("--data empty", "data: expected text files, got none in 'empty', and 0 binary ones"),
-        ("--context 1000", "data: expected over 1000 bytes, the context, in either part, got 520"),
-        ("--context 1", "context: expected at least 2, got 1"),
-        ("--resume nowhere", "resume: expected the folder of a run, or last, got 'nowhere'"),
-        ("--resume last", "resume: expected the folder of a run, or last, got 'last'"),
-        ("--heads 3", "width: expected a multiple of the heads, 3, got 32"),
-        ("--width 512 --heads 1", "head_dim"),
-        ("--layers 0", "layers: expected a finite number above 0, got 0"),
-        ("--learning_rate .inf", "learning_rate: expected a finite number above 0, got inf"),
-        ("--weight_decay -1", "weight_decay: expected a finite number at least 0, got -1.0"),
-        ("--steps few", "steps: Expected a int. Got value: few"),
-        ("--wdith 4", "wdith"),
-        ("--config nowhere.yaml", "nowhere.yaml"),
-        ("--decay fox", "decay: Expected a ['scalar', 'alibi', 'alibi-learned'"),
-        ("--documents resets --decay none", "documents: expected together or packed with decay none, got resets"),
-        ("--backend cudnn", "backend: Expected a ['auto', 'reference', 'triton', 'hopper']. Got value: cudnn"),
-        ("--backend hopper", "backend: 'hopper' cannot take"),
-        ("--strategy zero", "strategy: Expected a ['ddp', 'fsdp', 'tensor', 'context']. Got value: zero"),
-        ("--strategy fsdp", "devices: expected at least 2 with strategy fsdp, got 1"),
-        ("--strategy tensor --nodes 2", "devices: expected at least 2 with strategy tensor, got 1"),
-        ("--strategy tensor --devices 4", "heads: expected a multiple of the devices, 4, got 2"),
-        ("--strategy tensor --devices 5 --heads 5 --width 80", "channels of the SwiGLU: expected a multiple of the"),
-        ("--strategy context --devices 3", "context: expected a multiple of the devices, 3, got 32"),
-        ("--strategy context --devices 2 --nodes 3", "batch_size: expected a multiple of the devices, 3, got 8"),
-        ("--strategy context --devices 4 --context_mode heads", "heads: expected a multiple of the devices, 4, got 2"),
-        ("--strategy context --devices 2 --documents packed", "documents: expected together or resets with strategy"),
-        ("--strategy fsdp --devices 2 --compile true", "compile: expected false with strategy fsdp, got true"),
-        ("--devices 3", "batch_size: expected a multiple of the devices, 3, got 8"),
-        ("--run file", "run: expected a new folder, got file: File exists"),
-        ("--run file/run", "run: expected a new folder, got file/run: Not a directory"),
-        ("--run full", "run: expected a new folder, got full: File exists; name another one, or continue a run with"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ("--data nowhere", "data: expected a file or a folder, got 'nowhere', which does not exist"),
+    ("--data empty", "data: expected text files, got none in 'empty', and 0 binary ones"),
+    ("--context 1000", "data: expected over 1000 bytes, the context, in either part, got 520"),
+    ("--context 1", "context: expected at least 2, got 1"),
+    ("--resume nowhere", "resume: expected the folder of a run, or last, got 'nowhere'"),
+    ("--resume last", "resume: expected the folder of a run, or last, got 'last'"),
+    ("--heads 3", "width: expected a multiple of the heads, 3, got 32"),
+    ("--width 512 --heads 1", "head_dim"),
+    ("--layers 0", "layers: expected a finite number above 0, got 0"),
+    ("--learning_rate .inf", "learning_rate: expected a finite number above 0, got inf"),
+    ("--weight_decay -1", "weight_decay: expected a finite number at least 0, got -1.0"),
+    ("--steps few", "steps: Expected a int. Got value: few"),
+    ("--wdith 4", "wdith"),
+    ("--config nowhere.yaml", "nowhere.yaml"),
+    ("--decay fox", "decay: Expected a ['scalar', 'alibi', 'alibi-learned'"),
+    ("--documents resets --decay none", "documents: expected together or packed with decay none, got resets"),
+    ("--backend cudnn", "backend: Expected a ['auto', 'reference', 'triton', 'hopper']. Got value: cudnn"),
+    ("--backend hopper", "backend: 'hopper' cannot take"),
+    ("--strategy zero", "strategy: Expected a ['ddp', 'fsdp', 'tensor', 'context']. Got value: zero"),
+    ("--strategy fsdp", "devices: expected at least 2 with strategy fsdp, got 1"),
+    ("--strategy tensor --nodes 2", "devices: expected at least 2 with strategy tensor, got 1"),
+    ("--strategy tensor --devices 4", "heads: expected a multiple of the devices, 4, got 2"),
+    ("--strategy tensor --devices 5 --heads 5 --width 80", "channels of the SwiGLU: expected a multiple of the"),
+    ("--strategy context --devices 3", "context: expected a multiple of the devices, 3, got 32"),
+    ("--strategy context --devices 2 --nodes 3", "batch_size: expected a multiple of the devices, 3, got 8"),
+    ("--strategy context --devices 4 --context_mode heads", "heads: expected a multiple of the devices, 4, got 2"),
+    ("--strategy context --devices 2 --documents packed", "documents: expected together or resets with strategy"),
+    ("--strategy fsdp --devices 2 --compile true", "compile: expected false with strategy fsdp, got true"),
+    ("--devices 3", "batch_size: expected a multiple of the devices, 3, got 8"),
+    ("--run file", "run: expected a new folder, got file: File exists"),
+    ("--run file/run", "run: expected a new folder, got file/run: Not a directory"),
+    ("--run full", "run: expected a new folder, got full: File exists; name another one, or continue a run with"),
+])
 def test_bad_options_end_with_one_line(options, message, text, capsys, monkeypatch):
     monkeypatch.setattr(train_toy_lm, "GPU", False)
     Path("file").touch()
@@ -399,15 +393,12 @@ def test_tensor_parallel_copies_get_one_gradient(ranks):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("processes_that_meet")
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("rank == 0: os.kill(os.getpid(), signal.SIGTERM)", "interrupted after step 3; continue from step 3"),
-        ("rank == 1: os.kill(os.getpid(), signal.SIGKILL)", ""),
-        ("rank == 1: raise KeyError('nothing')", "KeyError: 'nothing'\n"),
-        ("rank == 1: return step(module, batch) * float('nan')", "the gradient of step 3 is not finite"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "message"), [
+    ("rank == 0: os.kill(os.getpid(), signal.SIGTERM)", "interrupted after step 3; continue from step 3"),
+    ("rank == 1: os.kill(os.getpid(), signal.SIGKILL)", ""),
+    ("rank == 1: raise KeyError('nothing')", "KeyError: 'nothing'\n"),
+    ("rank == 1: return step(module, batch) * float('nan')", "the gradient of step 3 is not finite"),
+])
 def test_processes_end_together(fault, message, text):
     """Two that the script starts by itself."""
     Path("faulty.py").write_text(f"""

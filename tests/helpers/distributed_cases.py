@@ -38,10 +38,8 @@ def make(
     seed=0, *, batch=2, length=300, heads=4, kv_heads=2, dim=16, value_dim=8, decay="gate", mean=-0.1, spread=1.0,
     resets=0.0, row_scale=False, sink=False, dtype=torch.float64, device="cpu",
 ):
-    """decay_attention's tensors by name, and the gradients of out and lse; the same on every rank.
-
-    spread: the last head's rates over those of the first.
-    """
+    """decay_attention's tensors by name, and the gradients of out and lse; the same on every rank. spread: the last
+    head's rates over those of the first."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -168,11 +166,8 @@ def compare(group, mode, *, lengths="equal", cu_seqlens=None, options=None, back
 
 
 def random_halo(group, *, seen=1.0, lengths="equal", **inputs):
-    """`compare` with an unplanned halo: a random length for every rank, batch entry and key head.
-
-    In one process a mask leaves out the keys that are not fetched. seen: the share of every slice's rows that see the
-    halo.
-    """
+    """`compare` with an unplanned halo: a random length for every rank, batch entry and key head. In one process a mask
+    leaves out the keys that are not fetched. seen: the share of every slice's rows that see the halo."""
     inputs, d_out, d_lse = make(**inputs)
     rank, ranks, length = dist.get_rank(group), dist.get_world_size(group), d_out.shape[1]
     lengths = lengths_of(lengths, length, ranks)
@@ -390,10 +385,8 @@ def compiled(group, fullgraph):
 
 
 def layer_errors(group, mode, *, lengths="equal", packed=False, length=60, given=None, **options):
-    """A layer with and without a context: the errors of y, of dx and of every parameter's gradient.
-
-    given: shape of a log_decay, of "B", "T" and "H".
-    """
+    """A layer with and without a context: the errors of y, of dx and of every parameter's gradient. given: shape of a
+    log_decay, of "B", "T" and "H"."""
     torch.manual_seed(0)
     layer = DecayFlashAttention(
         32, 4, num_kv_heads=2, position=Rotary(), dtype=torch.float64, qk_norm=True, output_gate=True, **options
@@ -460,10 +453,8 @@ def lost(group, tolerance, *, options, **inputs):
 
 
 def lost_twice(group):
-    """The largest probability that a row of the second of two ranks loses, over the tolerance.
-
-    Its last rows see the keys of the first slice, and the first block of their own, with 0.6 of the tolerance each.
-    """
+    """The largest probability that a row of the second of two ranks loses, over the tolerance. Its last rows see the
+    keys of the first slice, and the first block of their own, with 0.6 of the tolerance each."""
     from decayattn.backends.planning import skipping  # imports Triton
 
     length, far, tolerance = 320, 128, 1e-6
@@ -501,9 +492,8 @@ def fetched_on_gpus(group, mean):
 
 def captured(group, mode, options, before=3):
     """The largest difference between a CUDA graph's results and a call's, on inputs that are newer than the graph.
-
-    before: number of calls before the capture. Constants that calls made on the GPU are then freed, unlike the graph's.
-    """
+    before: number of calls before the capture. Constants that calls made on the GPU are then freed, unlike the
+    graph's."""
     torch.manual_seed(dist.get_rank(group))
     q, k, v = torch.randn(3, 1, 256, 4, 64, dtype=torch.bfloat16, device="cuda")
     log_decay = -torch.rand(1, 256, 4, device="cuda")

@@ -29,11 +29,9 @@ class Failed(AssertionError):
 
 
 class Pool:
-    """Processes with a group of all of them, which run calls.
-
-    device: "cpu", with gloo and Triton's interpreter, or "cuda", with NCCL and a GPU for each. seconds: timeout of the
-    group's collectives. Where a rank has failed or not answered in time, the next call has new processes.
-    """
+    """Processes with a group of all of them, which run calls. device: "cpu", with gloo and Triton's interpreter, or
+    "cuda", with NCCL and a GPU for each. seconds: timeout of the group's collectives. Where a rank has failed or not
+    answered in time, the next call has new processes."""
 
     def __init__(self, ranks, device="cpu", seconds=60):
         self.ranks, self.device, self.seconds = ranks, device, seconds
@@ -57,9 +55,8 @@ class Pool:
         return self.run(function, *args)
 
     def run(self, function, *args, seconds=_SECONDS, **kwargs):
-        """Results of function(group, *args, **kwargs) on every rank; function is "module.name".
-
-        Raises what the ranks have raised."""
+        """Results of function(group, *args, **kwargs) on every rank; function is "module.name". Raises what the ranks
+        have raised."""
         results = self.outcomes(function, *args, seconds=seconds, **kwargs)
         errors = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(results) if error]
         if errors:

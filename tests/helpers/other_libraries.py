@@ -24,10 +24,8 @@ from torch import Tensor, nn
 def attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float, visible: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale · q kᵀ + bias) v over the visible pairs, and the log-sum-exp (B, H, i) of rows that see a key.
-
-    q, k, v (B, T, heads, ·), the rest (B, H, i, j).
-    """
+    """softmax(scale · q kᵀ + bias) v over the visible pairs, and the log-sum-exp (B, H, i) of rows that see a key. q,
+    k, v (B, T, heads, ·), the rest (B, H, i, j)."""
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scale = q.shape[-1] ** -0.5 if scale is None else scale

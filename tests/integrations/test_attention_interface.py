@@ -240,10 +240,8 @@ def test_parts_of_a_model_have_their_own_attention(tmp_path):
 
 
 def test_support_survives_copies_and_subclasses(monkeypatch):
-    """Masks of padding alone, not complete ones; of a class without a file, too, as a notebook defines it.
-
-    A class without flash attention makes the masks of its config complete, in other models, too.
-    """
+    """Masks of padding alone, not complete ones; of a class without a file, too, as a notebook defines it. A class
+    without flash attention makes the masks of its config complete, in other models, too."""
     monkeypatch.setattr(attention_interface, "_DESCRIBES_PADDING", {})
     ids, masks = torch.randint(1, 64, (2, 12)), []
 

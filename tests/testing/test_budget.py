@@ -222,15 +222,12 @@ def test_rows_that_see_nothing_pass_with_any_lse_gradient():
     assert_within_budget(verify_attention(**inputs, grad_lse=grad_lse, backend="reference"))
 
 
-@pytest.mark.parametrize(
-    ("times", "seen", "passed"),
-    [
-        (0.9, attention.DRAWS[:1], True),
-        (1.1, attention.DRAWS, True),
-        (1.5, (*attention.DRAWS, *attention.MORE_DRAWS), True),
-        (2.5, attention.DRAWS, False),
-    ],
-)
+@pytest.mark.parametrize(("times", "seen", "passed"), [
+    (0.9, attention.DRAWS[:1], True),
+    (1.1, attention.DRAWS, True),
+    (1.5, (*attention.DRAWS, *attention.MORE_DRAWS), True),
+    (2.5, attention.DRAWS, False),
+])
 def test_values_slightly_over_budget_get_more_roundings(times, seen, passed, monkeypatch):
     """dsink is one value per head. Its budget is too small in 1 of 1000 cases with 16 roundings."""
     factors, draw, run, error = [], attention.Call.draw, attention.Call.run, 1e-3
@@ -364,13 +361,10 @@ def test_zero_results_are_judged(plant):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(
-    ("name", "at"),
-    [
-        ("dlog_decay", (1, 0, 2)), ("dlog_decay", (0, 11, 1)), ("dk", (0, 8, 1)), ("dv", (1, 3, 0)), ("out", (1, 3, 2)),
-        ("dq", (0, 3, 2)), ("dscale", (0, 3, 2)), ("dbias", (2, 9, 8)), ("dsink", (1,)),
-    ],
-)
+@pytest.mark.parametrize(("name", "at"), [
+    ("dlog_decay", (1, 0, 2)), ("dlog_decay", (0, 11, 1)), ("dk", (0, 8, 1)), ("dv", (1, 3, 0)), ("out", (1, 3, 2)),
+    ("dq", (0, 3, 2)), ("dscale", (0, 3, 2)), ("dbias", (2, 9, 8)), ("dsink", (1,)),
+])
 def test_zeros_by_contract_are_literal(dtype, name, at, plant):
     """A first λ, a reset, a key that no row sees, a row without a key, a pair that is hidden, a sink of −inf."""
     inputs = make_inputs(dtype, row_scale=True)

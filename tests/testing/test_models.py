@@ -213,21 +213,18 @@ def seeded(noise, dtype=None):
     return loss
 
 
-@pytest.mark.parametrize(
-    ("model", "loss", "said"),
-    [
-        (Noisy(nn.Dropout(0.1)), squares, "draws random numbers"),
-        (Noisy(DropPath(lambda: torch.rand(()))), squares, "draws random numbers"),
-        (Noisy(DropPath(random.random)), squares, "draws random numbers"),
-        (torch.compile(Noisy(nn.Dropout(0.1))), squares, "draws random numbers"),
-        (Noisy(), masks_in_place, "draws random numbers"),
-        (Noisy(), noise_in_the_gradient, "draws random numbers"),
-        (Noisy(), seeded(0.3), "the same random numbers in float32 and float64"),
-        (Noisy(), more_with_every_call(itertools.count(1)), "a state that it changes"),
-        (Noisy(), lambda model, tokens: squares(Noisy(), tokens), "depends on the model passed to it"),
-        (Noisy(), lambda model, tokens: model(tokens).mean(-1), r"expected a scalar tensor, got \(2, 9\)"),
-    ],
-)
+@pytest.mark.parametrize(("model", "loss", "said"), [
+    (Noisy(nn.Dropout(0.1)), squares, "draws random numbers"),
+    (Noisy(DropPath(lambda: torch.rand(()))), squares, "draws random numbers"),
+    (Noisy(DropPath(random.random)), squares, "draws random numbers"),
+    (torch.compile(Noisy(nn.Dropout(0.1))), squares, "draws random numbers"),
+    (Noisy(), masks_in_place, "draws random numbers"),
+    (Noisy(), noise_in_the_gradient, "draws random numbers"),
+    (Noisy(), seeded(0.3), "the same random numbers in float32 and float64"),
+    (Noisy(), more_with_every_call(itertools.count(1)), "a state that it changes"),
+    (Noisy(), lambda model, tokens: squares(Noisy(), tokens), "depends on the model passed to it"),
+    (Noisy(), lambda model, tokens: model(tokens).mean(-1), r"expected a scalar tensor, got \(2, 9\)"),
+])
 @pytest.mark.parametrize("given", [False, True])
 def test_a_loss_that_changes_is_refused_by_name(model, loss, said, given):
     tested = {name: torch.zeros_like(p) for name, p in model.named_parameters()} if given else None
@@ -252,17 +249,14 @@ class Counting(nn.Module):
         return x * self.calls
 
 
-@pytest.mark.parametrize(
-    ("model", "loss"),
-    [
-        (Noisy(nn.Dropout(0.1)).eval(), squares),
-        (Noisy(nn.Dropout(0.3)), seeded(0.0)),
-        (Noisy(), seeded(0.3, torch.float32)),
-        (Noisy(Normalised()), squares),
-        (Noisy(Counting()), squares),
-        (torch.compile(Noisy()), squares),
-    ],
-)
+@pytest.mark.parametrize(("model", "loss"), [
+    (Noisy(nn.Dropout(0.1)).eval(), squares),
+    (Noisy(nn.Dropout(0.3)), seeded(0.0)),
+    (Noisy(), seeded(0.3, torch.float32)),
+    (Noisy(Normalised()), squares),
+    (Noisy(Counting()), squares),
+    (torch.compile(Noisy()), squares),
+])
 def test_models_are_left_as_they_were(model, loss):
     """Buffers, attributes, gradients, the batch, backends and random number generators."""
     state, counted = copy.deepcopy(model.state_dict()), getattr(model.after, "calls", None)

@@ -527,10 +527,8 @@ def test_skipping_in_packed_sequences_and_windows(dim):
     DIMS, ["none", "scalar"], ["dense", "packed", "both sides"], also_on_gpu=True,
 ))
 def test_runs_repeat(dim, decay, layout):
-    """200 runs: a race moves results by more than rounding. Only sums by atomics may move at all.
-
-    Every other run asks for lse: a kernel of its own, and the same results.
-    """
+    """200 runs: a race moves results by more than rounding. Only sums by atomics may move at all. Every other run asks
+    for lse: a kernel of its own, and the same results."""
     function, options = decay_attention, dict(causal=layout != "both sides")
     inputs = make(2048, heads=8, kv_heads=4, dim=dim, decay=decay)
     if layout == "packed":

@@ -200,11 +200,9 @@ def test_counter_is_zeroed(launches, device):
 
 
 def test_differences_keep_their_low_bits_at_any_length(device):
-    """λ ≈ −0.7: the last tokens see each other as exactly as the first ones do, though α itself is huge.
-
-    With float32 inputs the difference is right to its own float32 rounding. With 16-bit inputs β is float32: three
-    rounded terms are added, with a rounding per sum, over at most 128 tokens of decay.
-    """
+    """λ ≈ −0.7: the last tokens see each other as exactly as the first ones do, though α itself is huge. With float32
+    inputs the difference is right to its own float32 rounding. With 16-bit inputs β is float32: three rounded terms are
+    added, with a rounding per sum, over at most 128 tokens of decay."""
     log_decay = -1.4 * torch.rand(1, LONG, 1, device=device)
     values = (log_decay.flatten().double() * LOG2E).tolist()
     i = torch.arange(LONG - 300, LONG, 15, device=device)

@@ -240,10 +240,8 @@ def test_strong_decay(strength, dtype):
 
 
 def test_small_terms_after_a_large_one():
-    """A head in which only its own row sees a key, then two in which all rows do: dv is not rounded once per row.
-
-    In Triton's interpreter this cannot fail: there a product is one sum of NumPy's.
-    """
+    """A head in which only its own row sees a key, then two in which all rows do: dv is not rounded once per row. In
+    Triton's interpreter this cannot fail: there a product is one sum of NumPy's."""
     q, k, v = (torch.randn(1, 400 if ON_GPU else 100, heads, 64, device=DEVICE) for heads in (3, 1, 1))
     log_decay = torch.tensor([-1e4, 0.0, 0.018], device=DEVICE)
     verify(dict(q=q, k=k, v=v, log_decay=log_decay, scale=0.0, causal=False))

@@ -34,41 +34,26 @@ def zero(x, anything):
 MODULE = object()
 
 
-class Driver:
+def recording_driver(log: list) -> SimpleNamespace:
     """Triton's driver, as far as compiling for an absent GPU needs it; records launches."""
 
-    def __init__(self):
-        self.log = log = []
+    class Launcher:
+        def __init__(self, source, metadata):
+            pass
 
-        class Launcher:
-            def __init__(self, source, metadata):
-                pass
+        def __call__(self, x, y, z, stream, function, metadata, told, enter, exit, *args):
+            assert (y, z, stream) == (1, 1, 17)
+            log.append(("launched", x, args))
 
-            def __call__(self, x, y, z, stream, function, metadata, told, enter, exit, *args):
-                assert (y, z, stream) == (1, 1, 17)
-                log.append(("launched", x, args))
-
-        self.launcher_cls = Launcher
-        self.utils = SimpleNamespace(
-            load_binary=lambda *_: (MODULE, 5, 32, 0, 1024),
-            unload_module=lambda module: log.append(("unloaded",)),
-            get_device_properties=lambda device: {"max_shared_mem": 1 << 17},
-        )
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 80, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=0):
-        return 17
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-    def map_python_to_cpp_type(self, name):
-        return name
+    utils = SimpleNamespace(
+        load_binary=lambda *_: (MODULE, 5, 32, 0, 1024), unload_module=lambda module: log.append(("unloaded",)),
+        get_device_properties=lambda device: {"max_shared_mem": 1 << 17},
+    )
+    return SimpleNamespace(
+        launcher_cls=Launcher, utils=utils, get_current_target=lambda: GPUTarget("cuda", 80, 32),
+        get_current_device=lambda: 0, get_current_stream=lambda device=0: 17,
+        get_active_torch_device=lambda: torch.device("cpu"), map_python_to_cpp_type=lambda name: name,
+    )
 
 
 GPU = torch.device("cuda", 0)
@@ -82,19 +67,19 @@ def forget_shared_memory() -> None:
 @pytest.fixture
 def log(monkeypatch):
     """Record of launches on an absent GPU, of unloaded kernels, and of requests to Triton."""
-    fake = Driver()
-    monkeypatch.setattr(driver, "_active", fake)
+    entries: list = []
+    monkeypatch.setattr(driver, "_active", recording_driver(entries))
     monkeypatch.setattr(compatibility, "current_stream", lambda device: 17 + device)
     run = JITFunction.run
 
     def asked(self, *args, grid, warmup, **constants):
         if not warmup:
-            fake.log.append(("asked", grid, args, constants))
+            entries.append(("asked", grid, args, constants))
         return run(self, *args, grid=grid, warmup=warmup, **constants)
 
     monkeypatch.setattr(JITFunction, "run", asked)
     forget_shared_memory()
-    yield fake.log
+    yield entries
     forget_shared_memory()
     for compiled in launching._held.values():
         if getattr(compiled, "module", None) is MODULE:

@@ -39,11 +39,8 @@ def _not_yet() -> threading.Lock:
 
 
 class Warps:
-    """A group of warps that run the same code in step: a warpgroup, or a single warp.
-
-    All of them know the events of each only where they have waited for each other. From then on, a signal of one of
-    them passes on those of all.
-    """
+    """A group of warps that run the same code in step: a warpgroup, or a single warp. All of them know the events of
+    each only where they have waited for each other. From then on, a signal of one of them passes on those of all."""
 
     def __init__(self, program: "Program", name: str, count: int, run: Callable[[], None]) -> None:
         self.program = program

@@ -155,10 +155,8 @@ class Shared:
 
 
 def places(shape: list[int], dtype: Type, layout: object) -> np.ndarray:
-    """Places of a buffer's elements; operands of matrix products have panels of columns, of 32, 64 or 128 bytes.
-
-    How bytes are swizzled inside eight rows of a panel follows from their addresses, and is the same for all.
-    """
+    """Places of a buffer's elements; operands of matrix products have panels of columns, of 32, 64 or 128 bytes. How
+    bytes are swizzled inside eight rows of a panel follows from their addresses, and is the same for all."""
     size = int(np.prod(shape))
     panel = getattr(layout, "swizzle_byte_width", 0) * 8 // dtype.primitive_bitwidth
     columns = shape[-1]
