@@ -102,14 +102,10 @@ def test_heads_that_fetch_less_than_others_see_no_zeros(pool, seen, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pool", "case"),
-    [
-        ("cpu_ranks", dict(length=640, mean=-0.4, spread=8.0, heads=2, decay="constant", row_scale=True, sink=True)),
-        ("four_ranks", dict(length=512, mean=-1.0, spread=8.0, resets=0.003, kv_heads=4, lengths="uneven")),
-    ],
-    indirect=["pool"],
-)
+@pytest.mark.parametrize(("pool", "case"), [
+    ("cpu_ranks", dict(length=640, mean=-0.4, spread=8.0, heads=2, decay="constant", row_scale=True, sink=True)),
+    ("four_ranks", dict(length=512, mean=-1.0, spread=8.0, resets=0.003, kv_heads=4, lengths="uneven")),
+], indirect=["pool"])
 def test_keys_that_cannot_matter_are_not_fetched(pool, interpreter, case):
     """Through the kernels, in Triton's interpreter."""
     errors, everyone = zip(*pool.run("distributed_cases.planned", batch=1, **case), strict=True)

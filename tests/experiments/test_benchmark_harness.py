@@ -124,36 +124,26 @@ def test_rounds_interleave_calls_and_survive_a_failure():
         run.time(calls, lambda call: call() or 1.0, 2)
 
 
-class Device:
-    """The part of torch.cuda that timing needs. It executes in order; a clock times calls."""
-
-    def __init__(self):
-        self.asked, self.clock, self.series = [], 0.0, []
-
-    def Event(self, enable_timing):
-        device = self
-
-        class Event:
-            def record(self):
-                device.asked.append("event")
-                self.at = device.clock
-                device.series.append(0)
-
-            def elapsed_time(self, later):
-                return later.at - self.at
-
-        return Event()
-
-    def _sleep(self, cycles):
-        self.asked.append(f"sleep {cycles}")
-
-    def synchronize(self):
-        self.asked.append("wait")
-
-
 @pytest.fixture
 def stand_in(monkeypatch):
-    device = Device()
+    """The part of torch.cuda that timing needs. It executes in order; a clock times calls."""
+    device = types.SimpleNamespace(asked=[], clock=0.0, series=[])
+    device._sleep = lambda cycles: device.asked.append(f"sleep {cycles}")
+    device.synchronize = lambda: device.asked.append("wait")
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            device.asked.append("event")
+            self.at = device.clock
+            device.series.append(0)
+
+        def elapsed_time(self, later):
+            return later.at - self.at
+
+    device.Event = Event
     monkeypatch.setattr(harness.torch, "cuda", device)
     return device
 

@@ -32,13 +32,11 @@ def test_kernels_within_the_budget(pool, interpreter):
 
 
 @pytest.mark.xdist_group("distributed")
-@pytest.mark.parametrize(
-    ("wrong", "said"), [
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-            ("without_a_key", "reference out"), ("one_gradient", "reference dq"))),
-        ("raises", "raised rank 1 RuntimeError fuzzed_slices.py"),
-    ]
-)
+@pytest.mark.parametrize(("wrong", "said"), [
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("without_a_key", "reference out"), ("one_gradient", "reference dq"))),
+    ("raises", "raised rank 1 RuntimeError fuzzed_slices.py"),
+])
 def test_faults_fail_with_the_command_that_repeats_them(pool, wrong, said):
     found = pool.run("fuzzed_slices.fuzzed", [*SHORT, "--calls", "15"], getattr(fuzzed_slices, wrong))
     assert [status for status, _ in found] == [1, 1]

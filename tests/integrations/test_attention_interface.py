@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import json
 import os
 import pickle
 import sys
@@ -12,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 import pytest
 import torch
+from repository_files import ROOT
 
 pytest.importorskip("transformers")
 
@@ -179,7 +181,7 @@ def test_attention_refuses_absent_features_by_name(options, message):
 # ----------------------------------------------------------------------------------------------------------------------
 # Architectures
 
-# test_architectures.py has all of them
+# test_no_architecture_is_wrong has all of them
 OUTCOMES = dict.fromkeys((
     "GPT2LMHeadModel", "Gemma3ForCausalLM",
     "PaliGemmaForConditionalGeneration",  # its text model's is_causal is not that of its masks
@@ -195,6 +197,19 @@ def test_architectures_equal_eager_attention_or_raise(name):
     transformers.logging.set_verbosity_error()
     found = sweep_architectures.judge(name)
     assert found["outcome"] == OUTCOMES[name], found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_no_architecture_is_wrong(part):
+    """Every architecture of transformers, as results/architectures.json has it."""
+    names = sweep_architectures.architectures()[part::4]
+    found = dict(sweep_architectures.sweep(names, os.cpu_count() or 1))
+    assert not {name: outcome for name, outcome in found.items() if outcome["outcome"] == "wrong"}
+    recorded = json.loads((ROOT / "results/architectures.json").read_text())
+    if recorded["transformers"] == transformers.__version__:
+        kinds = {name: outcome["outcome"] for name, outcome in found.items()}
+        assert kinds == {name: recorded["architectures"].get(name, {}).get("outcome") for name in names}
 
 
 def test_decay_model_takes_its_own_name():

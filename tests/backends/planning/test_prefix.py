@@ -29,18 +29,6 @@ def problem_of(log_decay, query_length=None, dtype=torch.float32) -> AttentionPr
     return AttentionProblem.of(q, log_decay.new_empty(batch, length, heads, 1, dtype=dtype), log_decay, None, True)
 
 
-def plain_prefix(log_decay):
-    """α in base 2, and every token's last reset at or before it and next one after it; all (B, H, T)."""
-    value = log_decay.double().transpose(1, 2).clone()
-    value[..., 0] = 0  # never used
-    reset = torch.isneginf(value)
-    t, length = torch.arange(value.shape[-1], device=value.device), value.shape[-1]
-    alpha = torch.where(reset, 0.0, value * LOG2E).cumsum(-1)
-    last = torch.where(reset, t, 0).cummax(-1).values
-    coming = torch.where(reset, t, length).flip(-1).cummin(-1).values.flip(-1)
-    return alpha, last, torch.cat([coming[..., 1:], torch.full_like(coming[..., :1], length)], -1)
-
-
 def plain_gradient(log_decay, row_sums, column_sums):
     """dλ (B, T_k, H): the sum of dα over the rest of the segment; 0 at the start of one."""
     batch, length, heads = log_decay.shape
@@ -78,9 +66,14 @@ def check(log_decay, query_length=None):
 
 
 def assert_prefix_of(log_decay, built: prefix.DecayPrefix):
-    alpha, last, coming = plain_prefix(log_decay)
-    assert torch.equal(built.last_reset.long(), last)
-    assert torch.equal(built.next_reset.long(), coming)
+    value = log_decay.double().transpose(1, 2).clone()
+    value[..., 0] = 0  # never used
+    reset = torch.isneginf(value)
+    t, length = torch.arange(value.shape[-1], device=value.device), value.shape[-1]
+    alpha = torch.where(reset, 0.0, value * LOG2E).cumsum(-1)
+    assert torch.equal(built.last_reset.long(), torch.where(reset, t, 0).cummax(-1).values)
+    coming = torch.where(reset, t, length).flip(-1).cummin(-1).values.flip(-1)
+    assert torch.equal(built.next_reset.long(), torch.nn.functional.pad(coming[..., 1:], (0, 1), value=length))
     blocks = torch.arange(log_decay.shape[1], device=log_decay.device) // BLOCK
     error = (built.base[..., blocks] + built.beta - alpha).abs()
     assert (error <= log_decay.shape[1] * EPS64 * alpha.abs().amax()).all()  # the plain sum's own rounding

@@ -114,20 +114,16 @@ def test_triton_is_asked_once_per_constants(log, kernel):
     assert [entry[0] for entry in log[3:]] == ["asked", "launched", "launched"]
 
 
-@pytest.mark.parametrize(
-    ("length", "other", "asked"),
-    [
-        *((*pair, 1) for pair in [
-            (7, 9), (16, 48), (2**31 - 1, 3), (2**40 + 1, 2**41 + 1), ((5, 32), (11, 64)), ((0.5, None), (2.5, None)),
-        ]),
-        *((*pair, 2) for pair in [
-            (7, 1), (7, 16), (7, 2**31), (2**31 + 1, 2**63 + 1), (7, 7.0), (7, None), ((5, 32), (5, 33)),
-            ((5, None), (None, 5)), ((5,), (5, 5)), (Strided(None, (5,)), (None, (5,))), ((True,), (False,)),
-            ((torch.zeros(1),), (torch.ones(1).int(),)),
-        ]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("length", "other", "asked"), [
+    *((*pair, 1) for pair in [
+        (7, 9), (16, 48), (2**31 - 1, 3), (2**40 + 1, 2**41 + 1), ((5, 32), (11, 64)), ((0.5, None), (2.5, None)),
+    ]),
+    *((*pair, 2) for pair in [
+        (7, 1), (7, 16), (7, 2**31), (2**31 + 1, 2**63 + 1), (7, 7.0), (7, None), ((5, 32), (5, 33)),
+        ((5, None), (None, 5)), ((5,), (5, 5)), (Strided(None, (5,)), (None, (5,))), ((True,), (False,)),
+        ((torch.zeros(1),), (torch.ones(1).int(),)),
+    ]),
+], ids=str)
 def test_triton_is_asked_once_per_kind(length, other, asked, log, kernel_of_anything):
     x = torch.zeros(2, 8)
     for now in (length, other):
