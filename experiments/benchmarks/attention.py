@@ -12,7 +12,8 @@ causal: half. relative_error is ‖x − x64‖ / ‖x64‖ on the timed inputs:
 over 8,192 tokens the last 2²⁶ / T query rows.
 
 Ours: every backend with every decay, called "ours" (the backend "auto") or by the backend's name. They skip nothing.
---before adds the same of another version of the package; its errors are reported only.
+--deterministic adds the same under torch.use_deterministic_algorithms. --before adds the same of another version of the
+package; its errors are reported only.
 """
 
 import argparse
@@ -49,6 +50,7 @@ OPTIONS = {
     "mean_log_decay": (-0.01, -0.01, "mean log-decay per token, natural log (drawn from [2m, 0])", float),
     "backends": (["auto"], ["triton"], "our backends", registry.NAMES),
     "decays": (["scalar", "none"], ["scalar", "none"], "decays of ours", DECAYS),
+    "deterministic": (False, False, "ours under deterministic algorithms, too"),
     "peers": (["cudnn", "flash_attn", "fla", "fox"], [], "kernels to compare with", peers.OTHERS),
     "seconds": (0.3, 0.3, "time of one figure"),
     "rounds": (3, 3, "interleaved rounds"),
@@ -65,6 +67,7 @@ class Kernel(NamedTuple):
     name: str
     case: Case
     peer: peers.Peer
+    deterministic: bool = False
 
     @property
     def where(self) -> dict[str, Any]:
@@ -114,6 +117,7 @@ def measure(run: Run) -> None:
             print(harness.table(lines, "{name}, {direction}", ("ms", "tflops", "ratio_to_cudnn")), flush=True)
             run.save()
         torch._dynamo.reset()  # the next shape compiles again, without the cache of this one
+    torch.use_deterministic_algorithms(False)
 
 
 def kernels_of(size: tuple[int, ...], options: argparse.Namespace) -> list[Kernel]:
@@ -131,6 +135,8 @@ def kernels_of(size: tuple[int, ...], options: argparse.Namespace) -> list[Kerne
             what = {"scalar": "", "constant": ", constant", "none": ", no decay"}[decay]
             name = ("ours" if backend == "auto" else backend) + what
             kernels.append(Kernel(name, own, peers.ours(backend, has)))
+            if options.deterministic:
+                kernels.append(kernels[-1]._replace(name=f"{name}, deterministic", deterministic=True))
             if options.before:
                 before = peers.ours(backend, has, version=peers.other_version(options.before))
                 kernels.append(Kernel(f"{name} before", own, before))
@@ -145,11 +151,12 @@ def check(kernels: Sequence[Kernel], run: Run) -> tuple[dict[str, Prepared], dic
         inputs = same[0].case.inputs(run.device, run.options.seed)
         expected = functools.cache(functools.partial(harness.oracle, same[0].case, inputs))
         for kernel in same:
-            name, case, peer = kernel
+            name, case, peer, deterministic = kernel
             with run.attempt(**kernel.where):
+                torch.use_deterministic_algorithms(deterministic)
                 if peer.backend and not run.passed(verify_ours(case, inputs, peer.backend), **kernel.where):
                     continue
-                call = peer.prepare(case, inputs)
+                call = dataclasses.replace(peer.prepare(case, inputs), deterministic=deterministic)
                 own = case.decay != "none" and peer.decay != "none"
                 errors[name] = harness.relative_errors(case, call, expected(own, peer.row_scales))
                 prepared[name] = call

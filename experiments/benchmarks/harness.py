@@ -122,14 +122,17 @@ class Prepared:
     wanted: dict[str, Tensor]
     grad_out: Tensor
     layout: str = "BTHD"
+    deterministic: bool = False  # torch.use_deterministic_algorithms, which every call sets
 
     def forward(self) -> Tensor:
         """One forward call as in training: the graph is built, outputs are allocated."""
+        torch.use_deterministic_algorithms(self.deterministic)
         scale = {"scale": self.tensors["scale"]} if "scale" in self.tensors else {}
         return self.attend(*(self.tensors.get(name) for name in ("q", "k", "v", "log_decay")), **scale)
 
     def backward(self, out: Tensor, grad_out: Tensor | None = None) -> tuple[Tensor, ...]:
         """Every gradient of that call, fresh tensors; the graph stays for the next one."""
+        torch.use_deterministic_algorithms(self.deterministic)
         grad_out = self.grad_out if grad_out is None else grad_out
         return torch.autograd.grad(out, list(self.wanted.values()), grad_out, retain_graph=True)
 
