@@ -90,6 +90,12 @@ def interpreter() -> None:
         pytest.skip(reason)
 
 
+@pytest.fixture
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def poison_uninitialised_memory():
     with poisoned_allocations():

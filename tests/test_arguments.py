@@ -5,14 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from judged_calls import int32
 
 from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen, visited_fraction
 
 INF = math.inf
-
-
-def int32(*numbers) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def dense_arguments(**changes) -> dict:

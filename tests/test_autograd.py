@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from compiling import COMPILER
+from judged_calls import make_inputs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -25,18 +26,11 @@ ON_GPU = torch.cuda.is_available()
 NAMES = ("q", "k", "v", "log_decay", "scale")
 
 
-def make(device, decay="scalar", row_scale=True, dtype=torch.float32, length=20, requires_grad=True) -> dict:
-    """Leaves (B 2, H 4 over H_kv 2, D 8, D_v 6) by argument name."""
-    new = dict(device=device, dtype=torch.float32)
-    tensors = dict(
-        q=torch.randn(2, length, 4, 8, **new).to(dtype), k=torch.randn(2, length, 2, 8, **new).to(dtype),
-        v=torch.randn(2, length, 2, 6, **new).to(dtype),
-    )
-    if decay != "none":
-        tensors["log_decay"] = -torch.rand(4, **new) if decay == "constant" else -torch.rand(2, length, 4, **new)
-    if row_scale:
-        tensors["scale"] = torch.randn(2, length, 4, **new)
-    return {name: tensor.requires_grad_(requires_grad) for name, tensor in tensors.items()}
+def make(device, decay="scalar", row_scale=True, length=20, requires_grad=True) -> dict:
+    """Leaves (B 2, H 4 over H_kv 2, D 16, D_v 8) by argument name; other values in every call."""
+    seed = int(torch.randint(2**31, ()))
+    inputs = make_inputs(torch.float32, decay, row_scale, length, length, seed=seed, device=device)
+    return {name: x.requires_grad_(requires_grad) for name, x in inputs.items() if x is not None}
 
 
 def attend(**arguments) -> tuple[Tensor, Tensor]:
@@ -203,10 +197,8 @@ def test_batched_gradients_are_refused(device, monkeypatch):
     with refused:
         differentiated(torch.stack([output, output]), True)
 
-    def as_on_a_gpu(*_):
-        raise RuntimeError("Cannot access data pointer of Tensor that doesn't have storage")
-
-    monkeypatch.setattr(autograd, "backward", as_on_a_gpu)
+    of_a_gpu = RuntimeError("Cannot access data pointer of Tensor that doesn't have storage")
+    monkeypatch.setattr(autograd, "backward", mock.Mock(side_effect=of_a_gpu))
     with refused:
         differentiated(torch.stack([output, output]), True)
     for gradient in (output, output.detach().to_sparse()):

@@ -8,16 +8,10 @@ import pytest
 import torch
 from torch.export import Dim, export
 
-from decayattn import (
-    DecayFlashAttention,
-    decay_attention,
-    decay_attention_varlen,
-    functional,
-    reference,
-    validation,
-    visited_fraction,
-)
+from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen, reference, visited_fraction
+from decayattn.functional import _DenseOptions, _PackedOptions
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
+from decayattn.validation import _HINTS, _PACKED_HINT, _PADDED_HINT
 
 FUNCTIONS = (decay_attention, decay_attention_varlen)
 
@@ -83,11 +77,7 @@ def asked(monkeypatch):
     """The problems and bounds of the calls so far, as a backend gets them."""
     seen, attend = [], reference.attention
 
-    def recorded(problem, inputs):
-        seen.append((problem, inputs.bounds))
-        return attend(problem, inputs)
-
-    monkeypatch.setattr(reference, "attention", recorded)
+    monkeypatch.setattr(reference, "attention", lambda *call: seen.append((call[0], call[1].bounds)) or attend(*call))
     return seen
 
 
@@ -171,16 +161,13 @@ def test_errors_name_arguments_of_the_other_function():
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_hints_contain_no_argument(function):
     known = inspect.signature(function).parameters
-    ours = {name for name, hint in validation._HINTS.items() if hint not in _ELSEWHERE}
+    ours = {name for name, hint in _HINTS.items() if hint not in (_PACKED_HINT, _PADDED_HINT)}
     assert not ours & set(known)
     assert not any(x.kind is x.VAR_KEYWORD for x in known.values())  # what help() shows has no catch-all
 
 
-_ELSEWHERE = (validation._PACKED_HINT, validation._PADDED_HINT)
-
-
 @pytest.mark.parametrize(("function", "options"), [
-    (decay_attention, functional._DenseOptions), (decay_attention_varlen, functional._PackedOptions)
+    (decay_attention, _DenseOptions), (decay_attention_varlen, _PackedOptions)
 ])
 def test_type_checkers_see_the_same_keywords(function, options):
     """The overloads name q, k, v, log_decay and return_lse; everything else comes from the dict."""

@@ -3,9 +3,11 @@
 import copy
 import math
 import mmap
+from unittest import mock
 
 import pytest
 import torch
+from judged_calls import make_inputs
 from pairwise import pairwise
 
 from decayattn import decay_attention, decay_attention_paged
@@ -21,28 +23,14 @@ CALLS = (5, 1, 24, 1, 3)
 BATCH, TOKENS = 3, sum(CALLS)
 
 
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
-def make(decay="scalar", dtype=torch.float32, seed=0) -> dict:
+def make(decay="scalar", dtype=torch.float32) -> dict:
     """q, k, v and log_decay of all tokens."""
-    torch.manual_seed(seed)
-    q, k, v = (
-        torch.randn(BATCH, TOKENS, heads, dim, dtype=torch.float64)
-        for heads, dim in ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, VALUE_DIM))
-    )
-    log_decay = None
-    if decay == "constant":
-        log_decay = -torch.rand(HEADS, dtype=torch.float64)
-    elif decay == "scalar":
-        log_decay = -torch.rand(BATCH, TOKENS, HEADS, dtype=torch.float64)
-        log_decay = log_decay.masked_fill(torch.rand_like(log_decay) < 0.05, -math.inf)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    found = {name: x.to(DEVICE, dtype) for name, x in (("q", q), ("k", k), ("v", v))}
-    return found | {"log_decay": None if log_decay is None else log_decay.to(DEVICE, wide)}
+    kind = "resets" if decay == "scalar" else decay
+    inputs = make_inputs(dtype, kind, False, TOKENS, TOKENS, HEADS, KV_HEADS, batch=BATCH, dim=DIM, device=DEVICE)
+    return {name: inputs[name] for name in ("q", "k", "v", "log_decay")}
 
 
 class Engine:
@@ -201,18 +189,14 @@ def test_pages_may_have_columns_far_apart():
 
 def test_tables_of_other_widths_compile_again(monkeypatch):
     """Kernels are compiled for numbers that are 1 or multiples of 16, as the tokens of a table are or are not."""
-    asked, of_call = [], launching.of_call
-
-    def asking(device, tensors, *modes, saved=()):
-        asked.append((*(None if x is None else x.stride() for x in tensors), *modes))
-        return of_call(device, tensors, *modes, saved=saved)
-
-    monkeypatch.setattr(launching, "of_call", asking)
+    monkeypatch.setattr(launching, "of_call", spy := mock.Mock(wraps=launching.of_call))
     inputs = {n: x[:, :1] for n, x in make().items()}
     for blocks in (4, 5):
         engine = Engine(1, torch.float32, True)
         engine.block_table = engine.block_table[:, :blocks]  # of the same strides
         engine.attend(**inputs, max_seqlen=4, backend="triton")
+    calls = [call.args[1:] for call in spy.call_args_list]
+    asked = [(*(None if x is None else x.stride() for x in tensors), *modes) for tensors, *modes in calls]
     assert len(asked) == 4  # append and decode
     assert asked[0] != asked[2]
     assert asked[1] != asked[3]

@@ -4,15 +4,12 @@ import math
 
 import pytest
 import torch
+from judged_calls import int32
 from torch.autograd import gradcheck
 
 from decayattn import attention_rows, decay_attention, decay_matrix
 
 ROWS = [3, 0, -1, 3]
-
-
-def int32(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def make(decay, rows=7, keys=9, dtype=torch.float64):

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from judged_calls import int32
 from pairwise import pairwise
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -53,11 +54,6 @@ def assert_equal_up_to_rounding(found, expected):
         torch.testing.assert_close(a, b, rtol=0, atol=1000 * torch.finfo(torch.float64).eps)
 
 
-def sdpa(q, k, v, bias):
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
-
-
 # Equalities
 
 
@@ -96,8 +92,11 @@ PLACES = [(1, 4, 0, 6), (5, 0, 6, 0), (5, 0, 6, 2), (5, 2, 9, 0), (7, 5, 9, 3)]
 ROWS, KEYS = 14, 13
 
 
-def int32(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32)
+# cu_seqlens of PLACES; between them, tokens 8 to 9 are a sequence without queries
+OFFSETS = {
+    "cu_seqlens_q": int32(1, 5, 5, 5, 5, 7, 12), "cu_seqlens_k": int32(0, 6, 6, 8, 9, 9, 12), "max_seqlen_q": 9,
+    "max_seqlen_k": 9,
+}
 
 
 def by_loops(q, k, v, log_decay, scale, causal, window, sink, places):
@@ -145,21 +144,6 @@ def make_options(decay, rows, keys, batch=2):
     return log_decay, draw(batch, rows, 4, seed=7)
 
 
-def offsets(places, rows_end, keys_end):
-    """cu_seqlens that have `places` among their sequences, with those between them as sequences without queries or
-    without keys; and the numbers of rows and keys that are left over."""
-    cu_q, cu_k = [places[0][0]], [places[0][2]]
-    for first_row, num_rows, first_key, num_keys in places:
-        if first_row > cu_q[-1]:
-            cu_q, cu_k = [*cu_q, first_row], [*cu_k, cu_k[-1]]
-        if first_key > cu_k[-1]:
-            cu_q, cu_k = [*cu_q, cu_q[-1]], [*cu_k, first_key]
-        cu_q, cu_k = [*cu_q, first_row + num_rows], [*cu_k, first_key + num_keys]
-    assert cu_q[-1] < rows_end
-    assert cu_k[-1] < keys_end
-    return {"cu_seqlens_q": int32(*cu_q), "cu_seqlens_k": int32(*cu_k), "max_seqlen_q": 9, "max_seqlen_k": 9}
-
-
 def attend_varlen(*args, **options):
     return decay_attention_varlen(*args, return_lse=True, backend="reference", **options)
 
@@ -189,8 +173,7 @@ def test_results_equal_loops_over_keys(decay, window, causal, with_sink):
     q, k, v = (x[0] for x in make_qkv(ROWS, KEYS, kv_heads=2))
     log_decay, scale = make_options(decay, ROWS, KEYS)
     log_decay, scale = (log_decay[0] if decay in ("scalar", "resets") else log_decay), scale[0]
-    # by_loops evaluates a sequence without keys too, so the offsets' additional sequences change nothing
-    found = attend_varlen(q, k, v, log_decay, scale=scale, **options, **offsets(PLACES, ROWS, KEYS))
+    found = attend_varlen(q, k, v, log_decay, scale=scale, **options, **OFFSETS)
     assert_equal_up_to_rounding(found, by_loops(q, k, v, log_decay, scale, causal, window, sink, PLACES))
 
 
@@ -236,7 +219,9 @@ def test_bias_is_added_to_scores(shape, causal):
     hidden = (j > i) & causal
 
     def biased(q, k, v, bias):
-        return sdpa(q, k, v, bias.expand(2, 4, 6, 9).masked_fill(hidden, -INF))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        bias = bias.expand(2, 4, 6, 9).masked_fill(hidden, -INF)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
 
     tensors = (*make_qkv(6, 9), draw(*shape, seed=5))
     ours = with_gradients(lambda q, k, v, bias: attend(q, k, v, causal=causal, bias=bias)[0], *tensors)
@@ -281,27 +266,14 @@ def test_alpha_keeps_low_bits_with_length():
 # Gradients by finite differences
 
 
-def check_inputs(decay, rows, keys):
-    q, k, v = make_qkv(rows, keys, heads=2, kv_heads=1, batch=1, head_dim=2, value_dim=3)
-    log_decay = {"none": None, "constant": draw(2), "scalar": draw(1, keys, 2), "resets": draw(1, keys, 2)}[decay]
-    if decay == "resets":
-        # finite differences cannot step off −inf: the reset is put in behind the leaf
-        log_decay[:, 2] = 0.0
-    return [t.requires_grad_() for t in (q, k, v, log_decay, draw(1, rows, 2, seed=8)) if t is not None]
-
-
 @pytest.fixture
 def scores_at_once(monkeypatch):
     """scores_at_once(n) sets the size of a block; returns the list to which every block's number of scores is added."""
     sizes, softmax = [], reference.masked_softmax
 
-    def record(scores, visible):
-        sizes.append(scores.numel())
-        return softmax(scores, visible)
-
     def install(most):
         monkeypatch.setattr(reference, "SCORES_AT_ONCE", most)
-        monkeypatch.setattr(reference, "masked_softmax", record)
+        monkeypatch.setattr(reference, "masked_softmax", lambda x, seen: sizes.append(x.numel()) or softmax(x, seen))
         return sizes
 
     return install
@@ -380,7 +352,12 @@ def test_gradcheck_with_everything(decay, causal, check, scores_at_once):
     """A window, a sink and a bias in padded sequences; a window and a sink in packed ones. A block for every row."""
     scores_at_once(1)
     rows, keys = 3, 4
-    leaves = check_inputs(decay, rows, keys)
+    q, k, v = make_qkv(rows, keys, heads=2, kv_heads=1, batch=1, head_dim=2, value_dim=3)
+    log_decay = {"none": None, "constant": draw(2), "scalar": draw(1, keys, 2), "resets": draw(1, keys, 2)}[decay]
+    if decay == "resets":
+        # finite differences cannot step off −inf: the reset is put in behind the leaf
+        log_decay[:, 2] = 0.0
+    leaves = [t.requires_grad_() for t in (q, k, v, log_decay, draw(1, rows, 2, seed=8)) if t is not None]
     sink, bias = draw(2, seed=5).requires_grad_(), draw(2, rows, keys, seed=6).requires_grad_()
 
     def attended(q, k, v, *rest, packed):

@@ -4,6 +4,7 @@ import inspect
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -138,10 +139,8 @@ def test_cpu_without_triton_runs_the_reference_alone():
 
 
 def test_own_import_errors_are_no_missing_triton(monkeypatch):
-    def broken(name):
-        raise ImportError("a typo of ours", name="decayattn.backends.portable.typo")
-
-    monkeypatch.setattr(registry.importlib, "import_module", broken)
+    error = ImportError("a typo of ours", name="decayattn.backends.portable.typo")
+    monkeypatch.setattr(registry.importlib, "import_module", mock.Mock(side_effect=error))
     registry.load.cache_clear()
     try:
         with pytest.raises(ImportError, match="a typo of ours"):

@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -139,9 +140,7 @@ def test_wrong_and_failing_kernels_get_no_speed(tmp_path, monkeypatch, capsys):
             return [Comparison("dk", (0, 0), **row)]
         return verify(*tensors, heads=heads, **options)
 
-    def too_big(case, device):
-        raise torch.OutOfMemoryError("too big")
-
+    too_big = mock.Mock(side_effect=torch.OutOfMemoryError("too big"))
     monkeypatch.setattr(attention, "verify_attention", plant)
     monkeypatch.setattr(attention, "_TWO_HEADS_UP_TO", 20)
     monkeypatch.setitem(peers.OTHERS, "fla", peers.Peer("fla", "BTHD", "learned", too_big))
@@ -189,11 +188,8 @@ HOST = ["--length", "8", "--heads", "1", "--head-dims", "8", "--rounds", "2", "-
 
 
 def test_host_time_of_a_failing_call_fails_the_run(monkeypatch):
-    def broken(*_, **__):
-        raise RuntimeError("planted")
-
     hide_gpu(monkeypatch)
-    monkeypatch.setattr(overhead.decayattn, "decay_attention", broken)
+    monkeypatch.setattr(overhead.decayattn, "decay_attention", mock.Mock(side_effect=RuntimeError("planted")))
     assert harness.main(overhead, HOST) == 1
 
 

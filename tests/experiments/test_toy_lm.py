@@ -3,9 +3,9 @@
 import itertools
 import json
 import math
-import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from toy_lm.model import ByteLM, attention_statistics, generate, learning_rate_f
 from toy_lm.parallel import share
 from train_toy_lm import ByteData
 
-from decayattn import visited_fraction
+from decayattn import decay_attention, visited_fraction
 from decayattn.nn.attention import DECAYS
 
 
@@ -136,13 +136,10 @@ def test_crops_depend_on_seed_and_step_alone(tmp_path):
 @pytest.mark.parametrize("scheme", ["scalar", "rotary-scalar", "alibi"])
 def test_statistics_are_those_of_the_kernel_arguments(scheme, device, monkeypatch):
     torch.manual_seed(0)
-    model, given = ByteLM(1, 32, 2, make_attention=lambda: attention_layer(scheme, 32, 2)).to(device), []
-    kernel = sys.modules["decayattn.nn.attention"].decay_attention
-    monkeypatch.setattr(
-        "decayattn.nn.attention.decay_attention", lambda *a, **o: (given.append((a, o)), kernel(*a, **o))[1]
-    )
+    model = ByteLM(1, 32, 2, make_attention=lambda: attention_layer(scheme, 32, 2)).to(device)
+    monkeypatch.setattr("decayattn.nn.attention.decay_attention", spy := mock.Mock(wraps=decay_attention))
     [found] = attention_statistics(model, tokens(1, 640).to(device))
-    [((q, k, _, log_decay), options)] = given
+    [((q, k, _, log_decay), options)] = spy.call_args_list
     assert found["visited"] == visited_fraction(q, k, log_decay, scale=options["scale"])[0].tolist()
     assert min(found["visited"]) < 1
     rates = log_decay if log_decay.ndim == 1 else log_decay[0, 1:].mean(0)

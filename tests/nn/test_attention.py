@@ -9,6 +9,8 @@ import math
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -37,15 +39,10 @@ tokens = functools.partial(random_tokens, batch=BATCH, length=TOKENS)
 
 
 def test_kernels_get_slices_of_one_projection(monkeypatch):
-    seen = []
-
-    def spy(q, k, v, *arguments, **options):
-        seen.append((q, k, v))
-        return decayattn.decay_attention(q, k, v, *arguments, **options)
-
-    monkeypatch.setattr(decayattn.nn.attention, "decay_attention", spy)
+    monkeypatch.setattr(decayattn.nn.attention, "decay_attention", spy := mock.Mock(wraps=decayattn.decay_attention))
     build(num_kv_heads=2, value_dim=5, output_gate=True)(tokens())
-    [(q, k, v)] = seen
+    [call] = spy.call_args_list
+    q, k, v = call.args[:3]
     assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
     assert all(t.stride(-1) == 1 for t in (q, k, v))
     assert (q.shape, k.shape, v.shape) == ((2, 9, 4, 3), (2, 9, 2, 3), (2, 9, 2, 5))
@@ -332,21 +329,13 @@ def test_vmap_gives_per_sample_gradients_with_padding():
     torch.testing.assert_close(nested[1, :, 0], layer(x[1], padding_mask=mask[1]))
 
 
-class TwoSlices:
-    """Context of the first of two ranks, for checks that come before any exchange."""
-
-    group, lengths, reporting = None, (5, 4), contextlib.nullcontext
-
-    def first_token(self, length):
-        return 0
-
-    def attend(self, q, k, v, log_decay, **options):
-        return q
-
-
 def test_context_checks_offsets_and_positions_by_name():
+    """With a context of the first of two ranks: the checks come before any exchange."""
     layer, x = DecayFlashAttention(16, 4), X[:1]
-    layer.context = TwoSlices()
+    layer.context = SimpleNamespace(
+        group=None, lengths=(5, 4), reporting=contextlib.nullcontext, first_token=lambda length: 0,
+        attend=lambda q, *_, **__: q,
+    )
     layer(x, cu_seqlens=torch.tensor([0, 7, 9]))
     for offsets in ([3, 2, 3], [0, 10], [0, 7, 6]):
         with pytest.raises(ValueError, match=OFFSET_VALUES):

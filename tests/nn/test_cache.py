@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import decayattn.nn.attention
 from decayattn import decay_attention
 from decayattn.nn import ConstantDecay, DecayCache, ScalarDecay
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 OPTIONS = {
     "plain": {},
     "everything": {
@@ -34,12 +36,6 @@ DECAYS = {
     "none": lambda: "none",
     "custom": Resets,
 }
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture
@@ -74,18 +70,18 @@ def test_parts_give_rows_of_the_whole_sequence(parts, backend, decay, options, f
         assert (cache.longest, cache.lengths.tolist()) == (16, [16, 16])
 
 
-def test_prompt_takes_skip_tolerance_of_the_layer(monkeypatch):
-    seen = []
-
-    def spy(*arguments, **options):
-        seen.append(options["skip_tolerance"])
-        return decay_attention(*arguments, **options)
-
-    monkeypatch.setattr(decayattn.nn.cache, "decay_attention", spy)
+@pytest.mark.parametrize(("module", "name"), [
+    (decayattn.nn.cache, "decay_attention"), (decayattn.nn.attention, "decay_attention"),
+    (decayattn.nn.attention, "decay_attention_varlen"),
+], ids=["prompt", "dense", "packed"])
+def test_layer_passes_its_skip_tolerance_on(module, name, monkeypatch):
+    monkeypatch.setattr(module, name, spy := mock.Mock(wraps=getattr(module, name)))
+    offsets = torch.tensor([0, 24], device=DEVICE) if name == "decay_attention_varlen" else None
     for skip_tolerance in ("auto", None, 1e-3):
         layer = build(skip_tolerance=skip_tolerance)
-        layer(tokens(), cache=layer.make_cache(2, 24))
-    assert seen == ["auto", None, 1e-3]
+        cache = layer.make_cache(1, 24) if module is decayattn.nn.cache else None
+        layer(tokens(1), cu_seqlens=offsets, cache=cache)
+    assert [call.kwargs["skip_tolerance"] for call in spy.call_args_list] == ["auto", None, 1e-3]
 
 
 def test_attend_ignores_first_log_decay_of_an_entry():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -213,7 +214,7 @@ def test_calls_compile_checkpoint_and_narrow(how, new, device, monkeypatch):
     given = entries(new, [6, 4, 5])
     arguments, rows = batched(given, "left", filling=0.0)
     inputs = [*dict.fromkeys(x for entry in given for x in entry.values()), *layer.parameters()]
-    seen = []
+    spy = mock.Mock(wraps=decay_attention)
 
     def results(**options) -> list[Tensor]:
         call, names, narrow = layer, [*arguments], options.pop("narrow", None)
@@ -224,10 +225,6 @@ def test_calls_compile_checkpoint_and_narrow(how, new, device, monkeypatch):
         out = options.pop("call", call)(**dict(zip(names, values, strict=True)), **options)[rows.to(device)]
         grad = torch.sin(torch.arange(out.numel(), device=device)).view_as(out).to(out.dtype)
         return [out, *(x for x in torch.autograd.grad(out, inputs, grad, allow_unused=True) if x is not None)]
-
-    def spy(q, k, v, log_decay, **options):
-        seen.append(log_decay)
-        return decay_attention(q, k, v, log_decay, **options)
 
     wanted, tolerance = results(), 1e-9
     if how == "compiled":
@@ -245,7 +242,8 @@ def test_calls_compile_checkpoint_and_narrow(how, new, device, monkeypatch):
             found = results(narrow=torch.bfloat16 if how == "bfloat16" else torch.float32)
         tolerance = 0.05
         assert found[0].dtype == torch.bfloat16
-        [log_decay] = seen
+        [call] = spy.call_args_list
+        log_decay = call.args[3]
         assert log_decay.dtype == torch.float32
         if "log_decay" in arguments:
             assert torch.equal(log_decay, arguments["log_decay"].to(log_decay))

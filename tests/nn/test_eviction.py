@@ -8,15 +8,11 @@ from cached_layers import DEVICE, HEADS, WIDTH, Rotary, build, tokens
 from torch import nn
 
 import decayattn.nn.attention
+from decayattn import attention_rows
 from decayattn.nn import ConstantDecay, DecayCache, ScalarDecay
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 KV_HEADS = 2
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
 
 
 class Stream:
@@ -52,10 +48,7 @@ class Stream:
 
     def probabilities(self):
         """(B, H, T, T) of the whole sequence."""
-        k = self.k.repeat_interleave(HEADS // KV_HEADS, 2)
-        decay, seen = self.decay()
-        scores = self.bound * torch.einsum("bihd,bjhd->bhij", self.q, k)
-        return (scores + decay).masked_fill(~seen, -torch.inf).softmax(-1)
+        return attention_rows(self.q, self.k, self.log_decay, range(self.q.shape[1]), scale=self.bound)
 
     def cache(self, max_length):
         return DecayCache(

@@ -11,15 +11,9 @@ from hypothesis import strategies as st
 from judged_calls import PADDING, int32, make_inputs, make_packed_inputs
 from pairwise import pairwise
 
-from decayattn.testing import (
-    assert_within_budget,
-    attention,
-    explicit_attention,
-    formulas,
-    verify_attention,
-    verify_attention_varlen,
-)
+from decayattn.testing import assert_within_budget, attention, formulas, verify_attention, verify_attention_varlen
 from decayattn.testing import call as calls
+from decayattn.testing.formulas import explicit_attention
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DECAYS = ("none", "number", "constant", "scalar", "resets", "growth")

@@ -11,11 +11,10 @@ from compiling import COMPILER
 from hypothesis import strategies as st
 from judged_calls import make_inputs
 
-from decayattn import DecayFlashAttention, decay_attention, reference, visited_fraction
+from decayattn import attention_rows, decay_attention, visited_fraction
 from decayattn.backends.planning import prefix, sequences, skipping
 from decayattn.backends.portable import config
 from decayattn.backends.registry import load
-from decayattn.nn import attention
 from decayattn.normalize import tolerance_of, window_of
 from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem
 from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
@@ -77,15 +76,9 @@ def plan_of(inputs, tolerance, window=None, bounds=None, longest=None) -> torch.
 
 def probabilities(inputs, window=None) -> torch.Tensor:
     """P (B, H, T_q, T_k) in float64."""
-    q, k, log_decay, scale = (inputs[name] for name in ("q", "k", "log_decay", "scale"))
-    problem = problem_of(inputs, None, window)
-    i, j = torch.arange(q.shape[1], device=q.device) + problem.first_position, torch.arange(k.shape[1], device=q.device)
-    i = i[None, None]
-    k = k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)
-    scores = reference.scaled_products(q.double(), k, 0.25 if scale is None else scale.double())
-    scores = scores + reference.decay_bias(problem, log_decay, i, j)
-    weights, total, _ = reference.masked_softmax(scores, reference.visible_pairs(problem, log_decay, i, j, None))
-    return weights / total
+    q, k, log_decay = (inputs[name].double() for name in ("q", "k", "log_decay"))
+    scale = 0.25 if inputs["scale"] is None else inputs["scale"].double()
+    return attention_rows(q, k, log_decay, range(q.shape[1]), scale=scale, window_size=window)
 
 
 def skipped_mass(p: torch.Tensor, first_block: torch.Tensor) -> torch.Tensor:
@@ -397,18 +390,6 @@ def test_calls_without_gain_are_not_planned(device, monkeypatch):
         assert torch.equal(a, b)
 
 
-# The mirror
-
-
-def brute_force_mirror(first_block: list[int], rows: int, keys: int) -> list[int]:
-    """Per block of keys the last granule that visits it, among those with a row that may see it."""
-    last = []
-    for block in range(-(-keys // BLOCK)):
-        own = max(block * BLOCK + rows - keys, 0) // ROWS
-        last.append(max((g for g in range(own, len(first_block)) if first_block[g] <= block), default=-1))
-    return last
-
-
 # Packed and padded sequences
 
 
@@ -443,8 +424,11 @@ def test_packed_sequences_are_planned_one_by_one(decay, device, monkeypatch):
             assert torch.equal(here, plan_of(alone, HARMLESS))
             assert here.any()
         mirrored = mirror[..., first_keys[n] // BLOCK + n :][..., : -(-num_keys // BLOCK)]
-        for head in range(2):
-            assert mirrored[0, head].tolist() == brute_force_mirror(here[0, head].tolist(), num_rows, num_keys)
+        # per block of keys the last granule that visits it, among those with a row that may see it
+        for first, last_of_blocks in zip(here[0].tolist(), mirrored[0].tolist(), strict=True):
+            for block, last in enumerate(last_of_blocks):
+                own_granules = range(max(block * BLOCK + num_rows - num_keys, 0) // ROWS, len(first))
+                assert last == max((granule for granule in own_granules if first[granule] <= block), default=-1)
 
 
 # Results
@@ -528,16 +512,6 @@ def test_auto_is_below_the_epsilon_of_accumulators():
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         assert tolerance_of("auto", dtype) < torch.finfo(torch.float32).eps
     assert tolerance_of("auto", torch.float64) < torch.finfo(torch.float64).eps
-
-
-def test_layer_passes_its_tolerance_on(monkeypatch):
-    given = []
-    for name in ("decay_attention", "decay_attention_varlen"):
-        monkeypatch.setattr(attention, name, lambda q, k, v, *_, **named: given.append(named["skip_tolerance"]) or v)
-    layer = DecayFlashAttention(8, 1, skip_tolerance=0.25)
-    layer(torch.randn(1, 4, 8))
-    layer(torch.randn(1, 4, 8), cu_seqlens=torch.tensor([0, 4], dtype=torch.int32))
-    assert given == [0.25, 0.25]
 
 
 def test_fraction_needs_the_kernels(monkeypatch):

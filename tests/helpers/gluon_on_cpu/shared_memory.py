@@ -32,9 +32,13 @@ class Buffer:
         # by agent, of which there are few
         self.read: dict[int, np.ndarray] = {}
 
-    def _unknown(self, grains: Grains, clock: np.ndarray) -> np.ndarray:
-        """Mask of grains with a write that the clock does not know of."""
-        return self.written[grains] > clock[self.writer[grains]]
+    def _check_writes(self, grains: Grains, warps: Warps, agent: int, does: str, copies: str) -> None:
+        """Raise where the warps do not know of a grain's last write, or an agent of theirs needs a fence after it."""
+        unknown = self.written[grains] > warps.clock[self.writer[grains]]
+        if unknown.any():
+            raise self._race(warps, does, self.writer[grains][unknown][0], "written")
+        if agent != warps.agent and self._unfenced(grains, warps).any():
+            raise Race(f"{warps.name}: {copies} what was written, without a fence between")
 
     def _unfenced(self, grains: Grains, warps: Warps) -> np.ndarray:
         """Mask of grains that warps wrote, with no fence since then that these warps know of."""
@@ -49,11 +53,7 @@ class Buffer:
         return unfenced
 
     def reads(self, grains: Grains, warps: Warps, agent: int, time: int) -> None:
-        unknown = self._unknown(grains, warps.clock)
-        if unknown.any():
-            raise self._race(warps, "reads", self.writer[grains][unknown][0], "written")
-        if agent != warps.agent and self._unfenced(grains, warps).any():
-            raise Race(f"{warps.name}: copies or multiplies what was written, without a fence between")
+        self._check_writes(grains, warps, agent, "reads", "copies or multiplies")
         if (self.written[grains][self.writer[grains] == warps.agent] > warps.together[warps.agent]).any():
             # their own: the compiler has inserted a barrier
             warps.wait_for_each_other()
@@ -62,11 +62,7 @@ class Buffer:
         self.read[agent][grains] = time
 
     def writes(self, grains: Grains, warps: Warps, agent: int, time: int) -> None:
-        unknown = self._unknown(grains, warps.clock)
-        if unknown.any():
-            raise self._race(warps, "overwrites", self.writer[grains][unknown][0], "written")
-        if agent != warps.agent and self._unfenced(grains, warps).any():
-            raise Race(f"{warps.name}: copies over what was written, without a fence between")
+        self._check_writes(grains, warps, agent, "overwrites", "copies over")
         for reader, times in self.read.items():
             # one warp has waited for the stores
             clock = warps.known() if reader == warps.stores else warps.clock
