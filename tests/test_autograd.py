@@ -55,11 +55,9 @@ def assert_equal(found, expected) -> None:
 # The operators' own contract
 
 
-def operator_arguments(
-    leaves: dict, causal: bool, bias: Tensor | None = None, with_lse: bool = True, sink: Tensor | None = None
-) -> tuple:
+def operator_arguments(leaves: dict, causal: bool, bias: Tensor | None = None, with_lse: bool = True) -> tuple:
     scale = 1.0 if "scale" in leaves else 0.3
-    bounds, window, longest, skip_tolerance = None, (-1, -1), None, 2.0**-24
+    bounds, sink, window, longest, skip_tolerance = None, None, (-1, -1), None, 2.0**-24
     return (
         *(leaves.get(name) for name in NAMES), bounds, bias, sink, scale, causal, window, longest, skip_tolerance,
         "triton", with_lse,

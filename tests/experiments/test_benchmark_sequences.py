@@ -2,6 +2,7 @@
 
 import shlex
 from argparse import Namespace
+from unittest import mock
 
 import pytest
 import torch
@@ -189,9 +190,7 @@ def test_logits_are_held_to_the_error_without_a_cache(dtype, monkeypatch):
 
 def test_failures_are_listed_and_leave_the_others_alone(monkeypatch):
     """Too little memory, 4 heads with 3 key heads, a width that the heads do not divide."""
-    def too_big(*_):
-        raise torch.OutOfMemoryError("too big\nand a long story")
-
+    too_big = mock.Mock(side_effect=torch.OutOfMemoryError("too big\nand a long story"))
     hide_gpu(monkeypatch)
     monkeypatch.setattr(Workload, "inputs", too_big)
     monkeypatch.setattr(sequences.SIZES["cpu"], "step", (2, 4, 3, 8, 50))

@@ -17,14 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from decayattn import DecayFlashAttention, compatibility, decay_attention, decay_attention_varlen
-from decayattn.distributed import (
-    ContextParallel,
-    collectives,
-    context_parallel_attention,
-    fetched_tokens,
-    halo,
-    halo_plan,
-)
+from decayattn.distributed import ContextParallel, collectives, context_parallel_attention, fetched_tokens, halo_plan
+from decayattn.distributed.halo import Call
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import quick_interpreter
@@ -206,14 +200,9 @@ def fetched(group, inputs, lengths=None, **options):
 
 def calls(group, **case):
     """`compare`, and the rows of each call of attention in the slice's forward."""
-    counted, forward = [], halo.Call.forward
-
-    def counting(call, *args):
-        counted.append(call.problem.query_length)
-        return forward(call, *args)
-
+    counted, forward = [], Call.forward
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(halo.Call, "forward", counting)
+        patch.setattr(Call, "forward", lambda call, *x: counted.append(call.problem.query_length) or forward(call, *x))
         return compare(group, "halo", **case), counted
 
 

@@ -20,20 +20,6 @@ pytest.importorskip("transformers")
 import transformers
 from tools import sweep_architectures
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AttentionInterface,
-    BartConfig,
-    BartForConditionalGeneration,
-    BertConfig,
-    BertForMaskedLM,
-    BloomForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
 
 import decayattn.integrations.transformers as integration
 from decayattn.integrations import attention_interface
@@ -51,10 +37,10 @@ WIDTHS = dict(
     init_std=0.4,
 )
 MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
-    "bert": lambda: BertForMaskedLM(BertConfig(**SIZES)),
-    "bart": lambda: BartForConditionalGeneration(BartConfig(**WIDTHS)),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=5)),
+    "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
+    "bart": lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(**WIDTHS)),
 }
 
 
@@ -220,14 +206,14 @@ def test_decay_model_takes_its_own_name():
 
 
 def test_unsupported_models_raise_for_every_request():
-    config = sweep_architectures.small_config(BloomForCausalLM.config_class, {})
-    eager = BloomForCausalLM._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    kind = transformers.BloomForCausalLM
+    config = sweep_architectures.small_config(kind.config_class, {})
+    eager = kind._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
     asked = copy.deepcopy(config)
     asked._attn_implementation = "decayattn"
     for ask in (
-        lambda: BloomForCausalLM._from_config(copy.deepcopy(config), attn_implementation="decayattn"),
-        lambda: BloomForCausalLM(asked),
-        lambda: BloomForCausalLM(type(config)(attn_implementation="decayattn")),
+        lambda: kind._from_config(copy.deepcopy(config), attn_implementation="decayattn"), lambda: kind(asked),
+        lambda: kind(type(config)(attn_implementation="decayattn")),
         lambda: eager.set_attn_implementation("decayattn"),
     ):
         with pytest.raises(ValueError, match=r"got BloomForCausalLM; pass attn_implementation=\"eager\""):
@@ -264,19 +250,20 @@ def test_support_survives_copies_and_subclasses(monkeypatch):
         masks.append(attention_mask)
         return attention_interface.attention(module, query, key, value, attention_mask, **options)
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, "decayattn", attention)
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "decayattn", attention)
     _, model = pair()
     monkeypatch.setitem(sys.modules, "no_file", types.ModuleType("no_file"))
-    defined = type("Defined", (LlamaForCausalLM,), {"__module__": "no_file"})
+    bases, config = (transformers.LlamaForCausalLM,), transformers.LlamaConfig(**SIZES)
+    defined = type("Defined", bases, {"__module__": "no_file"})
     for one in (
         model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)),
-        defined._from_config(LlamaConfig(**SIZES), attn_implementation="decayattn"),
+        defined._from_config(copy.deepcopy(config), attn_implementation="decayattn"),
     ):
         one(ids, attention_mask=padding("left"))
         one(ids)
     assert {mask.shape for mask in masks} == {(2, 1, 1, 12)}
-    without_flash = type("Defined", (LlamaForCausalLM,), {"__module__": "no_file", "_supports_flash_attn": False})
-    for one in (without_flash._from_config(LlamaConfig(**SIZES), attn_implementation="decayattn"), model):
+    without_flash = type("Defined", bases, {"__module__": "no_file", "_supports_flash_attn": False})
+    for one in (without_flash._from_config(config, attn_implementation="decayattn"), model):
         one(ids)
         assert masks[-1].shape == (2, 1, 12, 12)
 
@@ -347,22 +334,12 @@ def test_sequences_start_at_the_smallest_position():
             assert torch.allclose(rows, torch.cat([expected, expected]), atol=1e-6)
 
 
-class Forgetful(torch.nn.Module):
-    """Attention in the place of LlamaAttention that leaves the cache alone."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, hidden_states, past_key_values=None, cache=None, **options):
-        return self.inner(hidden_states, **options)
-
-
 @pytest.mark.parametrize(("layers", "padded"), [((1,), False), ((1,), True), ((0,), True), ((0, 1), True)])
 def test_layers_that_ignore_the_cache_raise(layers, padded):
     _, model = pair()
     for layer in layers:
-        model.model.layers[layer].self_attn = Forgetful(model.model.layers[layer].self_attn)
+        own = model.model.layers[layer].self_attn
+        own.forward = lambda *x, past_key_values=None, cache=None, forward=own.forward, **o: forward(*x, **o)
     ids = torch.randint(4, 64, (2, 12))
     mask = padding("left") if padded else torch.ones_like(ids)
     with pytest.raises(ValueError, match="ignores the cache needs use_cache=False"):
@@ -430,11 +407,11 @@ def train(folder: str, options: dict) -> list[float]:
     model = integration.DecayForCausalLM(config)
     ids = torch.arange(16 * 32).reshape(32, 16) * 7 % 64
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    arguments = TrainingArguments(
+    arguments = transformers.TrainingArguments(
         folder, per_device_train_batch_size=4 // world, max_steps=4, learning_rate=1e-2, logging_steps=1,
         report_to=[], save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant", **options,
     )
-    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
+    trainer = transformers.Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

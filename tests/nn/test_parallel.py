@@ -28,17 +28,9 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 from torch.utils.checkpoint import checkpoint
 
 from decayattn import DecayFlashAttention, decay_attention
-from decayattn.nn import (
-    ConstantDecay,
-    Decay,
-    ScalarDecay,
-    attention,
-    fully_shard_attention,
-    parameter_groups,
-    record_half_lives,
-    tensor_parallel_plan,
-)
+from decayattn.nn import ConstantDecay, Decay, ScalarDecay, attention, fully_shard_attention, tensor_parallel_plan
 from decayattn.nn.tensor_parallel import PartwiseParallel
+from decayattn.nn.training import parameter_groups, record_half_lives
 
 WIDTH, HEADS, B, T = 32, 4, 2, 24
 DECAYS = {
@@ -543,8 +535,11 @@ def test_errors_name_layers_that_cannot_be_divided(device):
 # Checkpoints
 
 
-def prepared(kind: str, device: str, decay: str = "scalar") -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = model_of(decay, device, **EVERYTHING)
+def prepared(kind: str, device: str, gain: float = 1.0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = model_of("scalar", device, **EVERYTHING)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(gain)
     {"single": lambda *_: None, "fsdp": shard, "tensor": divide}[kind](model, device)
     # parameters outside of the plan are plain, and a GPU's default is to update DTensors and plain tensors as one list
     return model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
@@ -570,10 +565,7 @@ def save(device: str, kind: str, folder: str) -> dict[str, Tensor]:
 
 def load(device: str, kind: str, folder: str, with_optimizer: bool) -> dict[str, Tensor]:
     """Loaded model after the second step; without an optimiser's state, before it."""
-    model, optimizer = prepared(kind, device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    model, optimizer = prepared(kind, device, gain=0.0)
     step(model, optimizer)  # makes a state to load into
     state = {"model": states.get_model_state_dict(model)}
     if with_optimizer:
@@ -590,10 +582,10 @@ def test_divided_checkpoint_loads_in_one_and_two(ranks, tmp_path):
     folder = str(tmp_path / "saved")
     [trained, _] = ranks(save, ranks.device, "tensor", folder)
     for again in ranks(load, ranks.device, "tensor", folder, True):
-        assert_close(again, trained, 1e-9)
+        assert_close(again, trained, 1e-8)
     [once, _] = ranks(load, ranks.device, "tensor", folder, False)
     # an optimiser of divided parts has another state
-    assert_close(load(ranks.device, "single", folder, False), once, 1e-9)
+    assert_close(load(ranks.device, "single", folder, False), once, 1e-8)
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tensor"])
@@ -602,14 +594,11 @@ def test_checkpoint_of_one_process_loads_in_two(ranks, kind, tmp_path):
     trained = save(ranks.device, "single", folder)
     expected = trained if kind == "fsdp" else load(ranks.device, "single", folder, False)
     for found in ranks(load, ranks.device, kind, folder, kind == "fsdp"):
-        assert_close(found, expected, 1e-9)
+        assert_close(found, expected, 1e-8)
 
 
 def load_whole(device: str, kind: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    model, _ = prepared(kind, device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    model, _ = prepared(kind, device, gain=0.0)
     options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
     states.set_model_state_dict(model, dict(state), options=options)  # which changes the dict
     full = states.get_model_state_dict(model, options=options)
@@ -627,7 +616,7 @@ def test_full_state_dict_loads_and_saves(ranks, kind):
     """One file with the names and shapes of a model in one process."""
     state = {name: torch.randn_like(x) for name, x in model_of("scalar", "cpu", **EVERYTHING).state_dict().items()}
     found, _ = ranks(load_whole, ranks.device, kind, state)
-    assert_close(found, state, 1e-9)
+    assert_close(found, state, 1e-8)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -126,12 +126,6 @@ def tokens(batch=2, length=LENGTH):
     return torch.randn(batch, length, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def expected_half_lives(of, x, used):
-    """Half-lives of the first layer on its input x, over the tokens where used (B, T)."""
-    block = of.blocks[0]
-    return half_life(block.attention.decay(block.norm(x))[used].double().mean(0)).float()
-
-
 def only(*chosen, batch=2):
     used = torch.zeros(batch, LENGTH, dtype=torch.bool)
     for row, columns in chosen:
@@ -165,7 +159,9 @@ def test_half_lives_are_those_of_the_mean_over_used_tokens(decay, case):
         of(x, **options)
         of.blocks[0].attention.decay(x + 1)  # not in a forward of the layer
     assert list(found) == ["blocks.0.attention", "blocks.1.attention"]
-    torch.testing.assert_close(found["blocks.0.attention"], expected_half_lives(of, x, used))
+    block = of.blocks[0]
+    expected = half_life(block.attention.decay(block.norm(x))[used].double().mean(0)).float()
+    torch.testing.assert_close(found["blocks.0.attention"], expected)
     assert not torch.equal(found["blocks.0.attention"], found["blocks.1.attention"])
     assert all(torch.equal(found[name], value) for name, value in first.items())
     assert all(not part._forward_hooks and not part._forward_pre_hooks for part in of.modules())

@@ -29,16 +29,12 @@ def test_a_block_finds_its_sequence(count, searches, device):
     blocks = torch.cat([some, torch.tensor([0, ends[-1] - 1, ends[-1]]).clamp(min=0)]).to(device, torch.int32)
     found, before = torch.empty(2, len(blocks), dtype=torch.int32, device=device)
     _count[(len(blocks),)](ends, count, blocks, found, before, SEARCHES=searches)
-    assert searches == sequences.constants(packed(count, device))["SEARCHES"]
+    q, bounds = torch.empty(1, 5, 1, 16, device=device), torch.zeros(count, 4, dtype=torch.int32, device=device)
+    packed = AttentionProblem.of(q, q, None, None, True, bounds=bounds, longest=(5, 5))  # sequences of no token
+    assert searches == sequences.constants(packed)["SEARCHES"]
     expected = torch.searchsorted(ends, blocks, right=True)
     assert torch.equal(found, expected.int())
     assert torch.equal(before, torch.cat([ends.new_zeros(1), ends])[expected])
-
-
-def packed(count, device) -> AttentionProblem:
-    """A packed problem of `count` sequences of no token."""
-    q, bounds = torch.empty(1, 5, 1, 16, device=device), torch.zeros(count, 4, dtype=torch.int32, device=device)
-    return AttentionProblem.of(q, q, None, None, True, bounds=bounds, longest=(5, 5))
 
 
 def test_a_launch_has_programs_for_the_blocks_that_can_exist(device):

@@ -73,13 +73,6 @@ def visible_pairs(query_length, key_length, resets, causal, window):
     return visible
 
 
-def segments(key_length, resets, device):
-    """last_reset and next_reset of every token, as the prefix records them."""
-    last = [max((r for r in resets if r <= t), default=0) for t in range(key_length)]
-    coming = [min((r for r in resets if r > t), default=key_length) for t in range(key_length)]
-    return [torch.tensor(x, dtype=torch.int32, device=device) for x in (last, coming)]
-
-
 def check_visits(inside, ranges, edges, rows, block):
     """inside (lines, columns) is the visible part; one program had `rows` lines, tiles are `block` columns."""
     for lines, (begin, full_begin, full_end, end), edge in zip(inside.split(rows), ranges, edges, strict=True):
@@ -96,15 +89,18 @@ def check_visits(inside, ranges, edges, rows, block):
 
 def check(query_length, key_length, resets, causal, rows, block, device, window=(None, None)):
     visible = visible_pairs(query_length, key_length, resets, causal, window)
+    new = dict(dtype=torch.int32, device=device)
+    # of every token, as the prefix records them
+    last_reset = torch.tensor([max((r for r in resets if r <= t), default=0) for t in range(key_length)], **new)
+    next_reset = torch.tensor([min((r for r in resets if r > t), default=key_length) for t in range(key_length)], **new)
     for mirror, pairs in ((False, visible), (True, visible.T)):
         lines, columns = pairs.shape
         programs, most_edges = triton.cdiv(lines, rows), triton.cdiv(columns, block)
-        new = dict(dtype=torch.int32, device=device)
         firsts, ends = torch.full((2, lines), -1, **new)
         ranges = torch.full((programs, 4), -1, **new)
         edges = torch.full((programs, most_edges), -1, **new)
         _visits[(programs,)](
-            *segments(key_length, resets, device), firsts, ends, ranges, edges, most_edges, query_length, key_length,
+            last_reset, next_reset, firsts, ends, ranges, edges, most_edges, query_length, key_length,
             *window, ROWS=rows, BLOCK=block, MIRROR=mirror, CAUSAL=causal, HAS_RESETS=bool(resets),
         )
         column = torch.arange(columns, device=device)
