@@ -88,7 +88,9 @@ def test_equal_gates_are_one():
     assert torch.equal(both, left.tril() + right.triu(1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, F64])
+@pytest.mark.parametrize("dtype", [
+    torch.float32, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, F64)),
+])
 def test_two_gates_are_within_the_error_budget(dtype):
     inputs, options = make(150, dtype), dict(causal=False, backend="triton")
     for x in inputs.values():
