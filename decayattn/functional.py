@@ -129,9 +129,8 @@ def decay_attention(
         skip_tolerance: upper bound on the probability that a row may lose. Causal calls with a decay and no bias skip
             far keys, and do not read their values, while every row's loss is provably within it. With a λ per direction
             this holds for the keys before a row. "auto" is 2⁻²⁴, which float32 accumulators cannot resolve (float64:
-            2⁻⁵³). None visits every visible key. The bound holds for any
-            inputs, growth and outliers included. visited_fraction returns the fraction that is left. "reference" never
-            skips.
+            2⁻⁵³). None visits every visible key. The bound holds for any inputs, growth and outliers included.
+            visited_fraction returns the fraction that is left. "reference" never skips.
         backend: "auto" takes the fastest that accepts the problem. An explicit name is never replaced: if it cannot
             run, the error says why.
             "reference": eager PyTorch, differentiable to any order.
