@@ -1,4 +1,4 @@
-"""DERIVATION.md names a function for every section, and every recipe of RECIPES.md runs after the lines that all share.
+"""DERIVATION.md names the code of every section, and every recipe of RECIPES.md runs after the lines that all share.
 
 The formulas are those of decayattn/testing/formulas.py, which testing/test_budget.py compares with autograd.
 """
@@ -26,14 +26,14 @@ def test_every_section_names_its_functions():
         assert re.search(r"^Implemented by `", section, re.MULTILINE), section.splitlines()[0]
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"`([a-z_]+\.[A-Za-z_]+)`", TEXT))))
-def test_every_named_function_exists(name):
+@pytest.mark.parametrize("reference", sorted(set(re.findall(r"`([a-z_]+\.[A-Za-z_]+)`", TEXT))))
+def test_every_named_definition_exists(reference):
     """Found by reading the modules of this name: importing the kernels needs Triton."""
-    module, function = name.split(".")
+    module, name = reference.split(".")
     files = list(PACKAGE.rglob(f"{module}.py"))
     assert files, f"DERIVATION.md names a module {module} that decayattn does not have"
-    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in files)
-    assert function in {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    assert name in {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
 def name_of(block: str) -> str:
