@@ -161,12 +161,6 @@ class Decoder(nn.Module):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         return mean_loss(F.linear(self.norm(x), self.embedding.weight), targets)
 
-    def compile_parts(self) -> None:
-        """torch.compile the block, once for all layers, and what follows the last one."""
-        for block in self.blocks:
-            block.compile(dynamic=False)
-        self.loss = torch.compile(self.loss, dynamic=False)
-
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in float32, or in float64."""
@@ -374,7 +368,9 @@ def time_rounds(models: Models, variants: Sequence[str], run: Run) -> tuple[Timi
         with run.attempt(**models.where(name)):
             model = models.decoder(name, models.setting.length)
             if models.setting.compiled:
-                model.compile_parts()
+                for block in model.blocks:  # compiled once for all layers
+                    block.compile(dynamic=False)
+                model.loss = torch.compile(model.loss, dynamic=False)
             step = functools.partial(models.step, model)
             step()  # compiles
             torch.cuda.reset_peak_memory_stats()

@@ -53,8 +53,8 @@ def whole_attention(
         dims = (4 if name in "qkv" else 3) - packed  # with an axis of tokens
         if name in ("bias", "sink") or (name == "log_decay" and x.ndim < dims):
             return x
-        x = x[None] if packed and x.ndim == dims else x
-        axis = -3 if name in "qkv" else -2
+        x = x[None] if packed and x.ndim >= dims else x
+        axis = -2 if name == "scale" else 1 - x.ndim
         is_cut = x.ndim >= -axis and x.shape[axis] == sum(lengths)  # a scale may have one row for all
         return x.narrow(axis, mine.start, mine.stop - mine.start) if is_cut else x
 

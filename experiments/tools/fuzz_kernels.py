@@ -5,9 +5,10 @@
     python experiments/tools/fuzz_kernels.py --seed 7 --only 1234  # one call again, with the errors of all tensors
 
 A call is drawn from its seed and number over the whole contract: dtypes, head dimensions, groups, lengths, decays with
-growth and resets, windows, sinks, scales, biases, packed and padded sequences, tolerances. Inputs and gradients have
-random strides and alignments, large values, and NaN where no kernel may read (fuzzing/draws.py). The exact result comes
-from the definition in float64 (fuzzing/oracle.py), the permitted error from the budget of decayattn.testing.
+growth, resets and a gate per direction, windows, sinks, scales, biases, packed and padded sequences, tolerances. Inputs
+and gradients have random strides and alignments, large values, and NaN where no kernel may read (fuzzing/draws.py). The
+exact result comes from the definition in float64 (fuzzing/oracle.py), the permitted error from the budget of
+decayattn.testing.
 
 Every failure is a line with the fault, and the command that repeats it. So is the largest error of a tensor that
 passed, if it is more than 0.8 of its budget. The exit status is 1 if there is any failure.
@@ -85,9 +86,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def draw_here(
-    number: int, seed: int, longest: int, family: int = CALLS_PER_FAMILY, dims: Sequence[int] | None = None
-) -> Any:
+def draw_here(number: int, seed: int, longest: int, family: int = CALLS_PER_FAMILY, dims: Any = None) -> Any:
     return draw(seed, number, longest, torch.cuda.is_available(), family, dims)
 
 

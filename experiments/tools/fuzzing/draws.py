@@ -19,7 +19,7 @@ RESETS = (float("-inf"), -1e3, -1e4, -1e9, -1e30, -3.4028234663852886e38, -746.5
 
 @dataclass(frozen=True)
 class Memory:
-    """Place of a tensor: order of its axes from the outermost, first element, axes that have stride 0. gap: elements
+    """Place of a tensor: its possible axes from the outermost on, first element, axes that have stride 0. gap: elements
     after every step of the axis next to the innermost one, as in a fused projection; step: the innermost stride."""
 
     order: str
@@ -41,6 +41,7 @@ class Family:
     layout: str  # dense, padded, packed
     causal: bool
     decay: str  # none, number, scalar tensor, constant, token
+    directions: int  # 2: a gate for each
     scale: str  # default, number, tensor
     bias: str  # none, float, bool
     window: tuple[bool, bool]  # which sides have a limit
@@ -132,8 +133,9 @@ def _family(rng: random.Random, longest: int) -> Family:
     needs_grad = None
     if _chance(rng, 0.15):
         needs_grad = tuple(name for name in ("q", "k", "v", "log_decay", "scale", "bias", "sink") if _chance(rng, 0.5))
+    directions = 1 + (decay == "token" and not causal and _chance(rng, 0.5))
     return Family(
-        dtype, head_dim, value_dim, heads, kv_heads, layout, causal, decay, scale, bias, limited,
+        dtype, head_dim, value_dim, heads, kv_heads, layout, causal, decay, directions, scale, bias, limited,
         sink=_chance(rng, 0.25), length_step=rng.choice((1, 2, 2, 16)), memory=_memories(rng, aligned, layout, dtype),
         return_lse=_chance(rng, 0.75), needs_grad=needs_grad,
     )
@@ -167,7 +169,7 @@ def _memories(rng: random.Random, aligned: bool, layout: str, dtype: str) -> dic
     lse = "ht" if packed else "bht"
     found = {name: place(heads, aligned, heads.replace("d", "")) for name in ("q", "k", "v")}
     rows = "th" if packed else "bth"
-    found["log_decay"] = place(rows, False, rows)
+    found["log_decay"] = place(rows + "d", False, rows)
     found["scale"], found["bias"] = place(rows, False, rows), place("bhij", False, "bhij")
     # gradients come from anywhere: a sum expands a number, a slice or a cat shifts it
     found["do"] = place(heads, _chance(rng, 0.3), heads)
@@ -214,17 +216,19 @@ def _call(rng: random.Random, number: int, family: Family, longest: int) -> Draw
         if _chance(rng, 0.3):
             pairs = [(0, keys) if _chance(rng, 0.3) else (rows, 0) if _chance(rng, 0.2) else (rows, keys)
                      for rows, keys in pairs]
-        sequences = tuple(pairs)
         before = rng.choice(((0, 0), (0, 0), (3, 3), (5, 130)))
         after = rng.choice(((0, 0), (0, 0), (4, 4), (70, 1), (-2, -2)))
         more = rng.choice(((0, 0), (0, 0), (7, 100), (-3, -3)))
-        rows = max(0, before[0] + sum(pair[0] for pair in pairs) + after[0])
-        keys = max(0, before[1] + sum(pair[1] for pair in pairs) + after[1])
+        if family.directions == 2:  # rows and keys of the same sequences
+            before, after, more, *pairs = [(keys, keys) for _, keys in (before, after, more, *pairs)]
+        sequences = tuple(pairs)
+        rows, keys = (max(0, sum(side)) for side in zip(before, *pairs, after, strict=True))
     else:
         batch = 0 if _chance(rng, 0.01) else rng.choice((1, 1, 2, 2 if longest <= 128 else 3))
         rows, keys = _lengths(rng, longest, family.length_step)
         if family.decay == "token" and not family.causal:
             rows, keys = min(rows, keys), max(rows, keys)
+        rows = keys if family.directions == 2 else rows
         while batch > 1 and batch * family.heads * rows * keys > MOST_SCORES:
             batch -= 1
         if layout == "padded":
@@ -236,6 +240,8 @@ def _call(rng: random.Random, number: int, family: Family, longest: int) -> Draw
             if _chance(rng, 0.1):
                 padding["seqused_k"] = (0,) * batch
             padding = padding or {"seqused_k": (keys,) * batch}
+            if family.directions == 2:
+                padding = {name[:-1] + side: x for name, x in padding.items() for side in "qk"}
     window = None
     if any(family.window):
         window = tuple(_window_side(rng, keys) if limited else -1 for limited in family.window)

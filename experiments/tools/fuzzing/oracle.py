@@ -14,10 +14,6 @@ from torch import Tensor
 RESET_BELOW = -746.0
 
 
-def is_reset(log_decay: Tensor) -> Tensor:
-    return log_decay < RESET_BELOW
-
-
 def attention(*, grad_out: Tensor, grad_lse: Tensor, **heads: Any) -> dict[str, Tensor]:
     """out, lse and all gradients of N independent heads; the arguments are explicit_attention's."""
     leaves = {
@@ -60,7 +56,7 @@ def lost(*, tolerance: float, **heads: Any) -> dict[str, Tensor]:
     if log_decay is not None and log_decay.ndim == 1:
         result["dlog_decay"] = (ds * (i[:, None] - j).abs()).sum((1, 2))
     elif log_decay is not None:
-        result["dlog_decay"] = ds.sum((1, 2))[:, None].expand(log_decay.shape)
+        result["dlog_decay"] = ds.sum((1, 2)).view(-1, *(1,) * (log_decay.ndim - 1)).expand(log_decay.shape)
     if sink is not None:
         p_sink = torch.where(sink.isneginf()[:, None], 0.0, (sink.double()[:, None] - lse).exp())[..., None]
         result["dsink"] = (p_sink * (grown * (delta + 2 * tolerance * largest) + 2 * tolerance * largest)).sum((1, 2))
@@ -105,7 +101,11 @@ def _forward(
 
 def _decay(log_decay: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of λ over (min(i, j), max(i, j)], and whether there is no reset in it."""
-    reset = is_reset(log_decay)
+    if log_decay.ndim == 3:
+        (left, kept_left), (right, kept_right) = (_decay(x, i, j) for x in log_decay.unbind(-1))
+        before = j <= i[:, None]
+        return torch.where(before, left, right), torch.where(before, kept_left, kept_right)
+    reset = log_decay < RESET_BELOW
     rate = torch.where(reset, 0.0, log_decay)
     if log_decay.ndim == 1:
         distance = (i[:, None] - j).abs()

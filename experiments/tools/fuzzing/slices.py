@@ -39,7 +39,7 @@ def draw_slices(
     if own.layout == "padded" and (mode == "halo" or not call.batch):
         own, call = replace(own, layout="dense"), replace(call, padding={})
     if mode == "halo":
-        own = replace(own, causal=True, bias="none")
+        own = replace(own, causal=True, bias="none", directions=1)
     call = replace(call, family=own, before=call.before[:1] * 2, after=call.after[:1] * 2, batch=max(call.batch, 1))
     if own.layout == "packed":
         sequences = tuple((rows, rows) for rows, _ in call.sequences)

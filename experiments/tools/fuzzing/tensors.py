@@ -16,7 +16,7 @@ Sequences = list[tuple[int, int, int, int]]
 
 def axes_of(name: str, packed: bool) -> str:
     """The axes of a tensor as draws.Family names them."""
-    axes = {"dlse": "bht", "log_decay": "bth", "scale": "bth", "bias": "bhij"}.get(name, "bthd")
+    axes = {"dlse": "bht", "scale": "bth", "bias": "bhij"}.get(name, "bthd")
     return axes.replace("b", "") if packed else axes
 
 
@@ -48,7 +48,7 @@ def build(draw: Draw, device: torch.device | str) -> Case:
     sequences, lengths = (_packing if packed else _padding)(draw)
 
     def put(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-        return place(values.to(dtype), axes_of(name, packed), memory[name], device)
+        return place(values.to(dtype), axes_of(name, packed)[: values.ndim], memory[name], device)
 
     q = random.normal(*entries, draw.rows, family.heads, family.head_dim) * draw.query_size
     k = random.normal(*entries, draw.keys, family.kv_heads, family.head_dim) * draw.key_size
@@ -108,7 +108,7 @@ def build(draw: Draw, device: torch.device | str) -> Case:
 def place(values: Tensor, axes: str, memory: Memory, device: torch.device | str) -> Tensor:
     """The values where memory says, with NaN everywhere around them. Along an expanded axis the first one counts."""
     strides, stride = dict.fromkeys(axes, 0), memory.step
-    for depth, axis in enumerate(reversed(memory.order)):
+    for depth, axis in enumerate(axis for axis in reversed(memory.order) if axis in axes):
         if axis not in memory.expanded:
             strides[axis] = stride
             stride *= max(1, values.shape[axes.index(axis)])
@@ -163,6 +163,7 @@ def _log_decay(draw: Draw, random: _Random, entries: tuple[int, ...]) -> Tensor 
         return None
     token = family.decay == "token"
     shape = (*entries, draw.keys, family.heads) if token else (family.heads if family.decay == "constant" else 1,)
+    shape += (2,) * (family.directions == 2)
     kinds = ("weak", "gate", "strong", "growth", "zero") if token else ("alibi", "zero", "strong", "growing")
     if draw.rates == "each head":
         values = torch.zeros(shape, device="cpu")
