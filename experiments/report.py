@@ -37,7 +37,6 @@ PAGES = {"README.md": "results/", "experiments/README.md": "../results/"}
 PICTURE = "speed.svg"
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _ORIGIN = ("commit", "torch", "triton", "command")  # and the GPU
-_NO_REPORT = ("train_h200/attention.json",)  # another file has the report of this run
 WAYS = ("forward", "backward")
 Report = dict[str, Any]
 
@@ -160,22 +159,14 @@ def both(values: Iterable[float | None], form: Callable[[float], str] = "{:.2f}"
 
 
 def three_digits(x: float) -> str:
-    return f"{x:#.3g}".rstrip(".")
-
-
-def three_figures(x: float) -> str:
     """Three digits at least, and no exponent."""
-    return f"{float(f'{x:.3g}'):,g}" if abs(x) < 1e5 else f"{x:,.0f}"
-
-
-def version(report: Report) -> str:
-    return f"torch {report['torch'].split('+')[0]}"
+    return f"{x:#.3g}".rstrip(".") if abs(x) < 999.5 else f"{x:,.0f}"
 
 
 def where(report: Report, parts: int = 4) -> str:
     """The GPU and the first of the versions."""
     cudnn = int(report.get("cudnn") or 0)
-    said = [report["gpu"], version(report), f"Triton {report['triton']}"]
+    said = [report["gpu"], f"torch {report['torch'].split('+')[0]}", f"Triton {report['triton']}"]
     return ", ".join([*said, *[f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}"] * bool(cudnn)][:parts])
 
 
@@ -202,6 +193,8 @@ LABELS = {f"{name}{decay}": f"{label}, {gets}" for name, label in _OURS.items() 
     "flex": "FlexAttention, decay without its gradient",
     "fox": "Forgetting Transformer, decay and its gradient",
     "fla": "flash-linear-attention, decay and its gradient",
+    "fla tilelang": "flash-linear-attention (TileLang), decay and its gradient",
+    "fla gluon": "flash-linear-attention (Gluon), decay and its gradient",
     "cudnn": "cuDNN (PyTorch SDPA), no decay",
 }
 # figures of every kernel (ms, ms_range, tflops, ratio_to_cudnn), by shape (D, D_v, T, B, H) and direction
@@ -543,9 +536,9 @@ def fox(results: Results, report: Report) -> list[str]:
         row, theirs = found.get((*case, name)), found.get((*case, "theirs"))
         if row is None:
             return ""
-        prompt = f" ({three_figures(row['prefill_ms'])} ms)" if "prefill_ms" in row else ""
+        prompt = f" ({three_digits(row['prefill_ms'])} ms)" if "prefill_ms" in row else ""
         ratio = f", {row['tokens_per_second'] / theirs['tokens_per_second']:.2f}×" if theirs and row != theirs else ""
-        return f"{three_figures(row['tokens_per_second'])}{prompt}{ratio}, {row['peak_bytes'] / 1e9:.0f} GB"
+        return f"{three_digits(row['tokens_per_second'])}{prompt}{ratio}, {row['peak_bytes'] / 1e9:.0f} GB"
 
     cases = {key[:3]: f"{labels[key[0]]}, B{key[1]} T{key[2]}" for key in found}
     failed = ["{variant}: {kind}".format(**e) for e in report["missing"] if "variant" in e]
@@ -587,7 +580,7 @@ def context(results: Results, report: Report) -> list[str]:
     def cell(row: tuple[str, str], length: int) -> str:
         own = [found.get((length, *row, way), {}) for way in timed]
         sent = [max(one["received"]) / 1e6 for one in own if one.get("received")]
-        received = f" ({both(sent, three_figures)})" if sent else ""
+        received = f" ({both(sent, three_digits)})" if sent else ""
         return both(one.get("speed_over_alone") or None for one in own) + received
 
     worst = max((error["over_budget"] for check in report["checks"] for error in check["errors"].values()
@@ -597,7 +590,7 @@ def context(results: Results, report: Report) -> list[str]:
     columns = {length: f"T{length}" for length in sorted({key[0] for key in found})}
     return [*pivot(" / ".join(timed), rows, columns, cell), "",
             f"Speed over one GPU with the whole sequence (MB that a rank receives). {report['ranks']} × "
-            f"{report['gpu']}, {shape}, {version(report)} ({results.link(CONTEXT_FILE)}).{checked}"]
+            f"{where(report, 2)}, {shape} ({results.link(CONTEXT_FILE)}).{checked}"]
 
 
 @block()
@@ -606,7 +599,7 @@ def files(results: Results) -> list[str]:
     rows = []
     for path in sorted(results.folder.rglob("*.json")):
         name = str(path.relative_to(results.folder))
-        if name not in _NO_REPORT:
+        if name != "train_h200/attention.json":  # another file has the report of this run
             report = results.load(name)
             rows.append([
                 results.link(name, f"`{name}`"), f"`{report['command']}`",

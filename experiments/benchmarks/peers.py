@@ -6,6 +6,7 @@ depends on the shape alone (a compiled kernel, a block mask) is not.
 
 import functools
 import importlib
+import os
 import re
 import shutil
 import sys
@@ -119,9 +120,23 @@ def flex(case: Case, device: torch.device) -> Attend:
     return attend
 
 
-def fla(case: Case, device: torch.device) -> Attend:
-    """flash-linear-attention's forgetting attention (github.com/fla-org/flash-linear-attention)."""
-    return imported("fla.ops.forgetting_attn.parallel").parallel_forgetting_attn
+_FLA_PATHS = {"": "fla", "FLA_TILELANG": "tilelang", "FLA_ATTN_GLUON": "fla.ops.attn.backends.gluon"}
+
+
+def fla(case: Case, device: torch.device, path: str = "") -> Attend:
+    """flash-linear-attention's forgetting attention (github.com/fla-org/flash-linear-attention), by its Triton kernels,
+    or by those that `path` selects. Where they are absent, fla itself would take Triton's."""
+    imported(_FLA_PATHS[path])
+    kernel = imported("fla.ops.forgetting_attn.parallel").parallel_forgetting_attn
+    switches = {name: str(int(name == path)) for name in ("FLA_TILELANG", "FLA_ATTN_GLUON", "FLA_GLUON")}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        os.environ.update(switches)  # read in every forward, and in every backward
+        out = kernel(q, k, v, log_decay)
+        out.register_hook(lambda _: os.environ.update(switches))
+        return out
+
+    return attend
 
 
 def fox(case: Case, device: torch.device, **options: object) -> Attend:
@@ -156,6 +171,8 @@ OTHERS = {
         Peer(BASELINE, "BHTD", "none", cudnn), Peer("flash_attn", "BTHD", "none", flash_attn),
         Peer("flex", "BHTD", "fixed", flex), Peer("flex-grad", "BHTD", "learned", flex),
         Peer("fla", "BTHD", "learned", fla), Peer("fox", "BHTD", "learned", fox),
+        Peer("fla tilelang", "BTHD", "learned", functools.partial(fla, path="FLA_TILELANG")),
+        Peer("fla gluon", "BTHD", "learned", functools.partial(fla, path="FLA_ATTN_GLUON")),
     )
 }
 PRUNED = Peer("fox pruned", "BHTD", "learned", functools.partial(fox, adaptive_threshold="auto"))

@@ -34,7 +34,7 @@ def provenance(script: str, argv: list[str]) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "driver": _run(*driver) if cuda else None,
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": next((found.version for found in importlib.metadata.distributions(name="triton")), None),
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "python": platform.python_version(),
         "commit": head or commit,
@@ -75,13 +75,6 @@ def command_line(script: str, argv: list[str]) -> str:
     """The command as typed in the repository; an absolute path, good on one machine only, is cut to its name."""
     short = [re.sub(r"^(--[\w-]+=)?/.*/", r"\1", argument) for argument in argv]
     return shlex.join(["python", script, *short])
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -32,9 +32,7 @@ def fill(
     print(f"{len(cells) - len(todo)} of {len(cells)} cells are there", flush=True)
     devices = [f"cuda:{n}" for n in range(options.devices)] if run.device == "cuda" else ["cpu"] * options.devices
     devices *= options.processes
-    left = len(todo)
     for cell, row in trained(train, todo, arguments, devices, options.minutes):
-        left -= 1
         where = dict(zip(names, cell, strict=True))
         if isinstance(row, Exception):
             run.missing("failed", str(row), **where)
@@ -42,8 +40,6 @@ def fill(
             report["rows"].append(where | row)
             run.save()
             print(f"{', '.join(map(str, cell))}: {said(report['rows'][-1])}", flush=True)
-    if left:
-        print(f"{left} cells are left; the same command goes on")
 
 
 def trained(
@@ -56,6 +52,7 @@ def trained(
     def tasks() -> Iterator[list[int]]:
         for number in range(len(cells)):
             if time.monotonic() + longest > end:
+                print(f"{len(cells) - number} cells are left; the same command goes on", flush=True)
                 return
             yield [number]
 

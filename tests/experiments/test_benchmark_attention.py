@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
 import types
@@ -53,6 +54,29 @@ def flash_stand_in(q, k, v, causal=False):
     """FlashAttention-4's signature, in a release that returns the log-sum-exp, too."""
     tensors = (x.transpose(1, 2) for x in (q, k, v))
     return torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=causal).transpose(1, 2), None
+
+
+def test_fla_runs_the_kernels_of_its_name(monkeypatch):
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q):
+            ran.append(os.environ["FLA_ATTN_GLUON"])
+            return q.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            ran.append(os.environ["FLA_ATTN_GLUON"])
+            return gradient
+
+    ran = []
+    for name in ("FLA_TILELANG", "FLA_ATTN_GLUON", "FLA_GLUON"):
+        monkeypatch.setenv(name, "")
+    module = types.SimpleNamespace(parallel_forgetting_attn=lambda q, *_: Attention.apply(q))
+    monkeypatch.setattr(peers, "imported", lambda _: module)
+    x = torch.ones(1, requires_grad=True)
+    for out in [peers.OTHERS[name].build(SMALL, x.device)(x, x, x, x) for name in ("fla gluon", "fla")]:
+        out.backward()
+    assert ran == ["1", "0", "1", "0"]
 
 
 @pytest.mark.parametrize(("name", "module", "function", "stand_in"), [

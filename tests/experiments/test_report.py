@@ -168,7 +168,7 @@ def test_context_has_dashes_where_no_speed_is(results):
     checks = [{"errors": {"dq": {"over_budget": 0.5}, "dk": {"over_budget": None}}}]
     put(results, report.CONTEXT_FILE, ranks=2, rows=rows, checks=checks)
     text = report.context(results)
-    assert "| mean λ −0.1, halo | 1.80 / – (5 / 5) |" in text
+    assert "| mean λ −0.1, halo | 1.80 / – (5.00 / 5.00) |" in text
     assert "of 1 checked cases over its budget: 0.50" in text[-1]
 
 
@@ -204,6 +204,6 @@ def test_official_model_is_compared_by_setting(results):
     assert lines[2:5] == [
         "| training, activations recomputed, B4 T4096 | 40,000, 20 GB | 50,000, 1.25×, 20 GB | – |",
         "| training, compiled, B4 T4096 | – | 45,000, 20 GB | – |",
-        "| generation (ms of the prompt), B8 T4096 | 20 (100 ms), 20 GB | – | 90 (60 ms), 4.50×, 20 GB |",
+        "| generation (ms of the prompt), B8 T4096 | 20.0 (100 ms), 20 GB | – | 90.0 (60.0 ms), 4.50×, 20 GB |",
     ]
     assert lines[-1].endswith("No speed: theirs: failed.")
