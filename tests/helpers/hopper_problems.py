@@ -32,11 +32,13 @@ BATCH, HEADS = on((2, 4), (1, 2))
 
 
 def emulated(seed: int = 0, programs: int = 3) -> contextlib.ExitStack:
-    """Run the Hopper kernels on the CPU: few programs, so that each has several work tiles."""
+    """Run the Hopper kernels on the CPU: few programs, so that each has several work tiles. Programs of row terms are
+    larger than a GPU's, 64 rows, and for odd seeds as large, 32."""
     stack = contextlib.ExitStack()
     for owner, name, value in (
         (launch, "forward_kernel", Kernel(FORWARD, seed)),
         (launch_backward, "gradients_kernel", Kernel(GRADIENTS, seed)),
+        (launch_backward, "_ROW_TERMS_BLOCK", 32 if seed % 2 else 64),
         (launching, "multiprocessors", lambda device: programs),
         (hopper, "unavailable", lambda dtype, device: None),
     ):

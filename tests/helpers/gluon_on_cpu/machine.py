@@ -76,7 +76,8 @@ class Warps:
         except BaseException as error:
             machine.error = machine.error or error
         self.ended = True
-        machine.turn.release()
+        machine.warps.remove(self)
+        machine.go_on()
 
     def now(self) -> int:
         return self.clock[self.agent]
@@ -192,7 +193,8 @@ class Machine:
         self.warps: list[Warps] = []
         self.loads: list[Callable[[], None]] = []
         self.stores: list[Store] = []
-        self.turn = _not_yet()
+        self.turns = 0
+        self.over = _not_yet()
         self.current: Warps | None = None
         self.error: BaseException | None = None
         self.speed_of_copies = self.random.choice(_SPEEDS)
@@ -203,40 +205,45 @@ class Machine:
 
     def run(self) -> None:
         """Until all have ended."""
-        for _ in range(_TURNS):
-            if self.error is not None or not (self.warps or self.loads or self.stores):
-                break
-            self._take_turn()
-        else:
-            self.error = Deadlock(f"no end after {_TURNS} turns")
-        for warps in list(self.warps):
-            self._let(warps)
+        self.go_on()
+        self.over.acquire()
+        for warps in list(self.warps):  # after an error
+            warps.turn.release()
+            self.over.acquire()
         if self.error is not None:
             raise self.error
 
-    def _take_turn(self) -> None:
-        ready = [warps for warps in self.warps if warps.waits_for is None or warps.waits_for()]
-        turns = [lambda warps=warps: self._let(warps) for warps in ready]
-        speeds = [warps.speed for warps in ready]
-        for copies, turn in ((self.loads, self._end_a_load), (self.stores, self._go_on_with_a_store)):
-            if copies:
-                turns.append(turn)
-                speeds.append(self.speed_of_copies)
+    def go_on(self) -> None:
+        """Let the next warps run; in the thread of those that have run, for a thread is a slow thing to wake up."""
+        ran = self.current
         try:
-            if not turns:
-                waiting = "\n".join(f"{warps.name} waits for {warps.reason}" for warps in self.warps)
-                raise Deadlock(f"no warps can go on:\n{waiting}")
-            self.random.choices(turns, speeds)[0]()
-        except AssertionError as error:
-            self.error = error
+            self.current = self._next()
+        except BaseException as error:
+            self.current, self.error = None, error
+        if ran is not None and self.current is ran:
+            return
+        (self.over if self.current is None else self.current.turn).release()
+        if ran is not None and not ran.ended:
+            ran.turn.acquire()
 
-    def _let(self, warps: Warps) -> None:
-        self.current = warps
-        warps.turn.release()
-        self.turn.acquire()
-        if warps.ended:
-            self.warps.remove(warps)
-            warps.thread.join()
+    def _next(self) -> Warps | None:
+        """Next warps to run, after the copies before them; None at the end, and after an error."""
+        while self.error is None and (self.warps or self.loads or self.stores):
+            chosen = [warps for warps in self.warps if warps.waits_for is None or warps.waits_for()]
+            speeds = [warps.speed for warps in chosen]
+            for copies, turn in ((self.loads, self._end_a_load), (self.stores, self._go_on_with_a_store)):
+                if copies:
+                    chosen.append(turn)
+                    speeds.append(self.speed_of_copies)
+            self.turns += 1
+            if not chosen or self.turns > _TURNS:
+                waiting = "\n".join(f"{warps.name} waits for {warps.reason}" for warps in self.warps)
+                raise Deadlock(f"no end after {_TURNS} turns" if chosen else f"no warps can go on:\n{waiting}")
+            turn = self.random.choices(chosen, speeds)[0]
+            if isinstance(turn, Warps):
+                return turn
+            turn()
+        return None
 
     def _end_a_load(self) -> None:
         self.loads.pop(self.random.randrange(len(self.loads)))()
@@ -254,8 +261,7 @@ class Machine:
         """Let others run, and go on some time after the condition holds."""
         warps = self.current
         warps.waits_for, warps.reason = condition, reason
-        self.turn.release()
-        warps.turn.acquire()
+        self.go_on()
         warps.waits_for = None
         if self.error is not None:
             raise _Ended
