@@ -1,5 +1,6 @@
 """Device of the kernels (a GPU, else Triton's interpreter) and contents of uninitialised memory."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -24,6 +25,20 @@ if os.environ["TRITON_INTERPRET"] == "1":
 
     interpreted_memory.watch()
     quick_interpreter.hurry()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """No search for garbage among the million objects that imports make, now and later: it takes seconds."""
+    gc.disable()
+    found = yield
+    gc.freeze()
+    gc.enable()
+    return found
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries warn of leaks at exit
 
 
 @pytest.hookimpl(trylast=True)
