@@ -361,7 +361,7 @@ def test_gradcheck_with_everything(decay, causal, check, scores_at_once):
     sink, bias = draw(2, seed=5).requires_grad_(), draw(2, rows, keys, seed=6).requires_grad_()
 
     def attended(q, k, v, *rest, packed):
-        *log_decay, scale, sink, bias = rest
+        *log_decay, scale, sink, bias = rest if not packed else (*rest, None)
         log_decay = log_decay[0] if log_decay else None
         if decay == "resets":
             log_decay = torch.where(torch.arange(keys)[:, None] == 2, -INF, log_decay)
@@ -379,4 +379,4 @@ def test_gradcheck_with_everything(decay, causal, check, scores_at_once):
         return out, lse
 
     for packed in (False, True):
-        assert check(lambda *x, packed=packed: attended(*x, packed=packed), [*leaves, sink, bias])
+        assert check(lambda *x, packed=packed: attended(*x, packed=packed), [*leaves, sink, *[bias] * (not packed)])
