@@ -10,8 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from compiling import COMPILER
-from judged_calls import make_inputs
+from judged_calls import COMPILER, make_inputs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only

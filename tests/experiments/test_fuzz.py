@@ -1,4 +1,4 @@
-"""The fuzzer passes on a short run, reports faults, and repeats each call by its command."""
+"""The fuzzer passes on a short run, reports faults, and repeats each call by its command; the stress test."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from shared import workers
-from tools import fuzz_kernels
+from tools import fuzz_kernels, stress_kernels
 from tools.fuzzing import judge, oracle
 from tools.fuzzing.draws import CALLS_PER_FAMILY, RESETS, Draw, Family, Memory, draw
 from tools.fuzzing.summary import Summary
@@ -277,3 +277,34 @@ def test_processes_that_end_die_or_hang_are_replaced(monkeypatch):
     ((number, error),) = workers.calls(time.sleep, (), [[1000]], 1, 1.0)
     assert number == 1000
     assert isinstance(error, TimeoutError)
+
+
+# The stress test
+
+
+def test_kernels_repeat(capsys):
+    assert stress_kernels.main(["--minutes", "0", "--backends", "triton"]) == 0
+    printed = capsys.readouterr().out
+    assert "every call repeated" in printed
+    assert printed.count("1 calls, 0 deviated") == len(stress_kernels.SHAPES) * 4
+
+
+def test_changed_bits_and_nan_deviate(capsys, monkeypatch):
+    """One entry of dk by its last bit, and a NaN, in the second call of each case."""
+    call, count = stress_kernels.call, [0]
+
+    def changing(*given):
+        found = [x.contiguous() for x in call(*given)]
+        count[0] += 1
+        if count[0] % 3 == 0:  # the first, the one of "triton", and the one that repeats
+            dk = found[stress_kernels.NAMES.index("dk")]
+            dk.view(torch.uint8).view(-1)[7 * dk.element_size()] ^= 1
+            found[stress_kernels.NAMES.index("out")].view(-1)[5] = float("nan")
+        return found
+
+    monkeypatch.setattr(stress_kernels, "call", changing)
+    assert stress_kernels.main(["--minutes", "0", "--backends", "triton", "--far", "0"]) == 1
+    printed = capsys.readouterr().out
+    assert "call 1: dk: 1 of" in printed
+    assert "call 1: out: 1 of" in printed
+    assert "nan instead of" in printed

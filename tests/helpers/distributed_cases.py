@@ -8,17 +8,20 @@ import os
 import weakref
 
 import pytest
-import rank_equality
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from benchmarks.context import MODES
+from benchmarks.harness import Case
 from cached_layers import Rotary
+from shared.ranks import whole_attention
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from decayattn import DecayFlashAttention, compatibility, decay_attention, decay_attention_varlen
 from decayattn.distributed import ContextParallel, collectives, context_parallel_attention, fetched_tokens, halo_plan
 from decayattn.distributed.halo import Call
+from decayattn.testing import verify_attention, verify_attention_varlen
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import quick_interpreter
@@ -467,10 +470,28 @@ def _lost(group, inputs, options, tolerance):
 
 
 def equality(group, length, dtype):
-    """Comparisons outside the error budget on this rank's device, in both modes."""
-    wrong = []
-    for mode, case, comparisons in rank_equality.equality(group, length, 4, 2, 64, dtype, "auto", 0):
-        wrong += [f"{mode}, {case}: {c}" for c in comparisons if not c.passed]
+    """Comparisons outside the error budget of one process, on this rank's device: out, lse and every gradient of a
+    sequence over all ranks, by every kind of call, in both modes."""
+    device, ranks, wrong = "cuda" if torch.cuda.is_available() else "cpu", dist.get_world_size(group), []
+    lengths = [length // ranks] * (ranks - 1) + [length - length // ranks * (ranks - 1)]
+    kinds = ("none", "scalar", "scalar, strong", "constant", "resets", "window", "packed")
+    for kind, mode in itertools.product(kinds, MODES):
+        decay, mean = "none" if kind == "none" else "scalar", -1.0 if kind == "scalar, strong" else -0.02
+        inputs = Case(1, 4, length, 64, dtype, decay, mean, kv_heads=2).inputs(device, 0)
+        options, verify = {"heads": [(0, 0), (0, 3)]}, verify_attention
+        if kind == "constant":
+            inputs["log_decay"] = torch.linspace(-0.5, 0.0, 4, device=device)
+        elif kind == "resets":  # three per head, on average
+            inputs["log_decay"].masked_fill_(inputs["log_decay"] > -0.04 * 3 / length, -math.inf)
+        elif kind == "window":
+            options["window_size"] = (length // 3, 0)
+        elif kind == "packed":
+            third, verify = length // 3, verify_attention_varlen
+            offsets = torch.tensor([0, third, third, 2 * third + 5, length - 1], device=device, dtype=torch.int32)
+            options = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "heads": [(0, 0), (2, 3), (3, 1)]}
+            inputs = {name: x[0] for name, x in inputs.items()}
+        compared = verify(**inputs, attend=whole_attention(group, mode, lengths), backend="auto", **options)
+        wrong += [f"{mode}, {kind}: {c}" for c in compared if not c.passed]
     return wrong
 
 

@@ -1,12 +1,18 @@
-"""Calls for the error budget: inputs of every decay, padded and packed sequences, sinks; and CUDA graphs."""
+"""Calls for the error budget: inputs of every decay, padded and packed sequences, sinks; CUDA graphs; a compiler."""
 
 import functools
 import math
+import os
+import shutil
 
 import torch
 
 from decayattn import decay_attention
 from decayattn.testing import assert_within_budget, verify_attention
+
+# for torch.compile; on a CPU, inductor calls a C++ compiler, and without one, tests are about one graph that is right
+_CAN_COMPILE = torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "g++"))
+COMPILER = "inductor" if _CAN_COMPILE else "aot_eager"
 
 
 def make_inputs(

@@ -7,9 +7,8 @@ import math
 import hypothesis
 import pytest
 import torch
-from compiling import COMPILER
 from hypothesis import strategies as st
-from judged_calls import make_inputs
+from judged_calls import COMPILER, make_inputs
 
 from decayattn import attention_rows, decay_attention, visited_fraction
 from decayattn.backends.planning import prefix, sequences, skipping

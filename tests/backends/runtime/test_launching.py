@@ -1,4 +1,4 @@
-"""Launches: remembered ones equal Triton's own choice and arguments."""
+"""Launches: remembered ones equal Triton's own choice and arguments. Buffers that kernels fill."""
 
 import gc
 import random
@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from decayattn import compatibility, decay_attention, decay_attention_varlen
 from decayattn.backends.registry import load
 from decayattn.backends.runtime import launching, tma
-from decayattn.backends.runtime.strided import Strided
+from decayattn.backends.runtime.strided import Strided, contiguous_like, uninitialised
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the interpreter compiles nothing")
 
@@ -308,3 +308,15 @@ def test_packed_batches_of_other_totals_ask_nothing(backend, monkeypatch):
     for total in (645, 647, 650):
         run(backend, packed=[0, 5, 5, 600, total], length=total)
     assert asked == []
+
+
+def test_deterministic_algorithms_fill_no_buffer(device):
+    x = torch.ones(5, 7, device=device)[:, 1:].mT
+    torch.use_deterministic_algorithms(True)
+    try:
+        like, other = contiguous_like(x), uninitialised(x, 3, 5, dtype=torch.int32)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (like.shape, like.dtype, like.device, like.stride()) == (x.shape, x.dtype, x.device, (5, 1))
+    # the tests' poison; torch's is the largest integer
+    assert torch.equal(other, torch.full((3, 5), -1, dtype=torch.int32, device=device))
