@@ -23,16 +23,12 @@ from repository_files import ROOT
 from triton.runtime import interpreter as triton_interpreter
 
 SCRIPT = """
-import hashlib, json, sys
-import torch
+import hashlib, json, sys, torch
 from decayattn import decay_attention_varlen
 from decayattn.nn import DecayCache
-
-if sys.argv[1] == "hurry":
-    import quick_interpreter
-    quick_interpreter.hurry()
-digest, added_up = hashlib.sha256(), []
-offsets = torch.tensor([0, 13, 40], dtype=torch.int32)
+from quick_interpreter import hurry
+hurry() if sys.argv[1] == "hurry" else None
+digest, added_up, offsets = hashlib.sha256(), [], torch.tensor([0, 13, 40], dtype=torch.int32)
 for dtype in (torch.float16, torch.float32, torch.float64):
     wide = torch.promote_types(dtype, torch.float32)
     for causal in (True, False):

@@ -45,12 +45,16 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="need
 gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 DIMS, DECAYS, SIDES = [64, 128, 192, 256], ["none", "constant", "scalar"], [True, False]
 # (D, decay, causal): all; and each pair of them
-KERNELS = on(
-    [*itertools.product(DIMS, DECAYS, SIDES)],
-    [(64, "scalar", True), (64, "none", False), (128, "constant", True), (128, "constant", False),
-     (192, "scalar", True), (192, "scalar", False), (256, "scalar", True), (256, "none", False)],
-)
+KERNELS = on([*itertools.product(DIMS, DECAYS, SIDES)], [
+    (64, "scalar", True), (64, "none", False), (128, "constant", True), (128, "constant", False),
+    (192, "scalar", True), (192, "scalar", False), (256, "scalar", True), (256, "none", False),
+])
 PAIRS = pairwise(DIMS, DECAYS, SIDES, also_on_gpu=True)
+
+
+def slow_but(cases: list[tuple], *quick: int) -> list:
+    """On a CPU, all but these cases are among the longer ones."""
+    return on(cases, [x if n in quick else pytest.param(*x, marks=pytest.mark.slow) for n, x in enumerate(cases)])
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +134,7 @@ LENGTHS = on(
 )
 
 
-@pytest.mark.parametrize(("dim", "decay", "causal"), KERNELS)
+@pytest.mark.parametrize(("dim", "decay", "causal"), slow_but(KERNELS, 1, 2, 5, 6))
 def test_lengths_that_divide_nothing(dim, decay, causal):
     """Queries are the last rows of the keys' axis."""
     for rows, keys in LENGTHS:
@@ -173,7 +177,7 @@ def test_chunks_of_heads(cache, heads, kv_heads, monkeypatch):
 
 
 @pytest.mark.parametrize(("dim", "causal"), on(
-    [*itertools.product(DIMS, SIDES)], [(64, True), (128, False), (192, False), (256, True)],
+    [*itertools.product(DIMS, SIDES)], slow_but([(64, True), (128, False), (192, False), (256, True)], 1, 3),
 ))
 def test_resets_growth_and_groups(dim, causal):
     """Heads that decay, grow and decay strongly, and one of nothing but resets."""
@@ -192,7 +196,7 @@ def test_resets_growth_and_groups(dim, causal):
                 verify(tail, causal=causal)
 
 
-@pytest.mark.parametrize(("dim", "causal"), [(64, True), (128, False), (192, True), (256, False)])
+@pytest.mark.parametrize(("dim", "causal"), slow_but([(64, True), (128, False), (192, True), (256, False)], 0, 3))
 def test_huge_finite_decays_are_resets(dim, causal):
     inputs = make(140, 170, batch=1, heads=3, dim=dim)
     inputs["log_decay"][torch.rand_like(inputs["log_decay"]) < 0.02] = -1e9
@@ -421,8 +425,8 @@ def test_windows(decay, dim, calls):
 
 @pytest.mark.parametrize(("decay", "windows", "dim"), on(
     [*itertools.product(DECAYS, [[(0, 0), (64, -1), (-1, 1), (300, 127), (5, 5000)]], DIMS)],
-    [("none", [(64, -1)], 64), ("none", [(-1, 0)], 256), ("constant", [(0, 200)], 128), ("constant", [(70, 1)], 192),
-     *(("scalar", [(60, 7)], dim) for dim in DIMS)],
+    slow_but([("none", [(64, -1)], 64), ("none", [(-1, 0)], 256), ("constant", [(0, 200)], 128),
+              ("constant", [(70, 1)], 192), *(("scalar", [(60, 7)], dim) for dim in DIMS)], 0, 3, 5, 7),
 ))
 def test_windows_to_both_sides(decay, windows, dim):
     """Rows before all keys see none, or the first ones; a head with rate −∞ sees its own key only."""
@@ -441,7 +445,7 @@ def test_windows_to_both_sides(decay, windows, dim):
 # Sequences. The oracle evaluates every one alone, so whatever crosses a boundary shows
 
 
-@pytest.mark.parametrize(("dim", "decay", "causal"), KERNELS)
+@pytest.mark.parametrize(("dim", "decay", "causal"), slow_but(KERNELS, 0, 3, 4, 7))
 def test_packed_sequences(dim, decay, causal):
     # each of D, decay and side with scales per row, and without
     scaled = sum(map(list.index, (DIMS, DECAYS, SIDES), (dim, decay, causal))) % 2 == 1
@@ -580,8 +584,8 @@ def test_unsupported_calls_are_refused(reason):
 @pytest.mark.parametrize(
     ("decay", "dim", "causal"),
     on(pairwise(DECAYS, DIMS, [True, False]),
-       [("scalar", 64, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-           ("scalar", 128, False), ("constant", 64, True), ("scalar", 192, True), ("scalar", 256, True)])]),
+       slow_but([("scalar", 64, True), ("scalar", 128, False), ("constant", 64, True), ("scalar", 192, True),
+                 ("scalar", 256, True)], 0)),
 )
 def test_deterministic_gradients_keep_the_budget(decay, dim, causal, deterministic):
     """Sums of integers: with groups, scales per row, packed sequences, and rows and keys of any size."""
