@@ -1,6 +1,7 @@
 """Arguments of a call: every bad one raises by name, with the expected and the given value."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,20 +13,12 @@ from decayattn import DecayFlashAttention, decay_attention, decay_attention_varl
 INF = math.inf
 
 
-def dense_arguments(**changes) -> dict:
-    return dict(q=torch.zeros(2, 5, 4, 8), k=torch.zeros(2, 6, 2, 8), v=torch.zeros(2, 6, 2, 7)) | changes
-
-
-def packed_arguments(**changes) -> dict:
-    lengths = dict(cu_seqlens_q=int32(0, 2, 5), cu_seqlens_k=int32(0, 3, 6))
-    tensors = dict(q=torch.zeros(5, 4, 8), k=torch.zeros(6, 2, 8), v=torch.zeros(6, 2, 7))
-    return tensors | lengths | dict(max_seqlen_q=3, max_seqlen_k=3) | changes
-
-
-def fraction_arguments(**changes) -> dict:
-    return dict(q=torch.zeros(1, 4, 1, 8), k=torch.zeros(1, 4, 1, 8), log_decay=-1.0) | changes
-
-
+dense_arguments = partial(dict, q=torch.zeros(2, 5, 4, 8), k=torch.zeros(2, 6, 2, 8), v=torch.zeros(2, 6, 2, 7))
+packed_arguments = partial(
+    dict, q=torch.zeros(5, 4, 8), k=torch.zeros(6, 2, 8), v=torch.zeros(6, 2, 7), max_seqlen_q=3, max_seqlen_k=3,
+    cu_seqlens_q=int32(0, 2, 5), cu_seqlens_k=int32(0, 3, 6),
+)
+fraction_arguments = partial(dict, q=torch.zeros(1, 4, 1, 8), k=torch.zeros(1, 4, 1, 8), log_decay=-1.0)
 META = {"device": "meta"}
 # decay_attention's tensors, log-decay, scale and names
 TENSORS = [
