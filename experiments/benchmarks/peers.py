@@ -120,15 +120,15 @@ def flex(case: Case, device: torch.device) -> Attend:
     return attend
 
 
-_FLA_PATHS = {"": "fla", "FLA_TILELANG": "tilelang", "FLA_ATTN_GLUON": "fla.ops.attn.backends.gluon"}
-
-
 def fla(case: Case, device: torch.device, path: str = "") -> Attend:
     """flash-linear-attention's forgetting attention (github.com/fla-org/flash-linear-attention), by its Triton kernels,
-    or by those that `path` selects. Where they are absent, fla itself would take Triton's."""
-    imported(_FLA_PATHS[path])
+    or by those that the environment variable `path` selects. Where these cannot run, fla takes Triton's silently."""
     kernel = imported("fla.ops.forgetting_attn.parallel").parallel_forgetting_attn
     switches = {name: str(int(name == path)) for name in ("FLA_TILELANG", "FLA_ATTN_GLUON", "FLA_GLUON")}
+    os.environ.update(switches)
+    chosen = path and imported("fla.backends")._get_operation_registry("attn").get_active()
+    if path and (chosen is None or chosen.backend_type.upper() not in path):
+        raise Absent(f"fla does not take the kernels of {path} here")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
         os.environ.update(switches)  # read in every forward, and in every backward

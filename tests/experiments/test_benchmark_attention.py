@@ -63,12 +63,16 @@ def test_fla_runs_the_kernels_of_its_name(monkeypatch):
 
     for name in ("FLA_TILELANG", "FLA_ATTN_GLUON", "FLA_GLUON"):
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr(peers, "imported", lambda _: types.SimpleNamespace(parallel_forgetting_attn=attend))
+    registry = types.SimpleNamespace(get_active=lambda: types.SimpleNamespace(backend_type="gluon"))
+    module = types.SimpleNamespace(parallel_forgetting_attn=attend, _get_operation_registry=lambda _: registry)
+    monkeypatch.setattr(peers, "imported", lambda _: module)
     ran, x = [], torch.ones(1, requires_grad=True)
     x.register_hook(lambda _: ran.append(os.environ["FLA_ATTN_GLUON"]))
     for out in [peers.OTHERS[name].build(SMALL, x.device)(x, x, x, x) for name in ("fla gluon", "fla")]:
         out.backward()
     assert ran == ["1", "0", "1", "0"]
+    with pytest.raises(harness.Absent, match="fla does not take the kernels of FLA_TILELANG here"):
+        peers.OTHERS["fla tilelang"].build(SMALL, x.device)
 
 
 @pytest.mark.parametrize(("name", "module", "function", "stand_in"), [

@@ -320,8 +320,9 @@ def test_training_tools_take_sharded_models(device, kind):
     called = {"ddp": nn.parallel.DistributedDataParallel, "fsdp": lambda m: shard(m, device),
               "tensor": lambda m: divide(m, device)}[kind](model) or model
     _PARALLEL.append(called)
-    found, expected = ([names_of(one, group) for group in parameter_groups(called_one, 0.1)]
-                       for one, called_one in ((model, called), (single, single)))
+    names = {id(p): re.sub(r"_\d+$", "", name) for one in (model, single) for name, p in one.named_parameters()}
+    found, expected = ([list(dict.fromkeys(names[id(p)] for p in group["params"])) for group in
+                        parameter_groups(one, 0.1)] for one in (called, single))
     assert found == expected
     marked = {name for name, p in model.named_parameters() if getattr(p, "_no_weight_decay", False)}
     decays = {n for n, _ in single.named_parameters() if ".decay." in n or n.endswith(("sink", "log_scale"))}
@@ -333,11 +334,6 @@ def test_training_tools_take_sharded_models(device, kind):
     heads = slice(2 * rank, 2 * rank + 2) if kind == "tensor" else slice(None)
     assert len(lives) == 2
     assert_close(lives, {name: whole_lives[name.removeprefix("module.")][heads] for name in lives}, 1e-9)
-
-
-def names_of(model: nn.Module, group: dict[str, Any]) -> list[str]:
-    names = {id(p): re.sub(r"_\d+$", "", name) for name, p in model.named_parameters()}
-    return list(dict.fromkeys(names[id(p)] for p in group["params"]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
