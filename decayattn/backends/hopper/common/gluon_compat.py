@@ -32,6 +32,8 @@ else:
 
 # renamed earlier than the others, in 3.7
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+# since 3.8, mbarrier.expect synchronises the warps first, as mbarrier.arrive does in every version
+EXPECT_SYNCHRONISES: gl.constexpr = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8))
 # shared memory with another type, shape and layout
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 

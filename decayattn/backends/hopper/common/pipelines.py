@@ -27,19 +27,25 @@ def phase(n, STAGES: gl.constexpr):
 
 @gluon.jit
 def signal(barrier, pred=True):
-    """Arrive at a barrier for a warpgroup, without synchronising its warps first. Expecting 0 bytes is an arrival.
+    """Arrive at a barrier for a warpgroup; before Triton 3.8, without synchronising its warps first.
 
-    Triton puts a barrier of the warpgroup before and after mbarrier.arrive, because it treats that as an access to all
-    shared memory. Warps that wait for each other would delay the matrix products.
+    Expecting 0 bytes is an arrival.
     """
     mbarrier.expect(barrier, 0, pred)
 
 
 @gluon.jit
 def arrive(barrier, pred=True):
-    """Arrive at a barrier for a warpgroup, once all its warps have reached this point."""
-    gluon_compat.thread_barrier()
-    signal(barrier, pred)
+    """Arrive at a barrier for a warpgroup, once all its warps have reached this point.
+
+    The warps synchronise once. mbarrier.arrive would also make them do so afterwards before Triton 3.8, which treats it
+    as an access to all shared memory. Warps that wait for each other delay the matrix products.
+    """
+    if gluon_compat.EXPECT_SYNCHRONISES:
+        mbarrier.arrive(barrier, count=1, pred=pred)
+    else:
+        gluon_compat.thread_barrier()
+        signal(barrier, pred)
 
 
 @aggregate
