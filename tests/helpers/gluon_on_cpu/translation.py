@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper as gluon_hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from decayattn.backends.hopper.common import gluon_compat
+from decayattn.backends.hopper.common import fragments, gluon_compat
 from gluon_on_cpu import arrays, hopper, language, machine
 from gluon_on_cpu.arrays import Array, Pointer
 
@@ -23,6 +23,9 @@ _MEANINGS = {
         (gl, language.language),
         (triton.language, language.language),
         (gluon_compat, language.gluon_compat),
+        # words of two columns stay pairs: no arithmetic is done on them
+        (fragments.to_words, lambda x: x),
+        (fragments.from_words, lambda words, like: words),
         (gluon_hopper.mbarrier, language.mbarrier),
         (gluon_hopper.tma, language.tma),
         (gluon_hopper.fence_async_shared, hopper.fence_async_shared),

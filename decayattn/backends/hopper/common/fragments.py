@@ -75,6 +75,24 @@ def from_threads(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def to_words(x):
+    """View 16-bit x by threads as words of two columns: (rows, blocks of 8 columns, 4 threads that share a row).
+
+    Loops carry words. For 16-bit values ptxas moves the operands of products to other registers in every iteration (18
+    instructions at D = 128), and spills 150 bytes more at D = 64.
+    """
+    even, odd = gl.split(x)
+    return gl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [even, odd], gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def from_words(words, like):
+    """Inverse of to_words, in the type of `like`."""
+    words = gl.join(words, words)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [words], like.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
 def common_columns(x):
     """Column index minus 2 · thread, for x by threads.
 

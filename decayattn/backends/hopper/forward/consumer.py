@@ -37,6 +37,7 @@ from decayattn.backends.hopper.forward.softmax import (
     log2_of_sum,
     reciprocal,
     rescale_accumulator,
+    rounded,
     softmax,
 )
 from decayattn.backends.hopper.forward.work import Walk
@@ -116,7 +117,7 @@ def _next_tile(
     """
     SCORE: gl.constexpr = zero.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
-    P: gl.constexpr = p.type.layout
+    P: gl.constexpr = operand_layout(acc.type.layout)
     KIND: gl.constexpr = rows.decay.KIND
     CAUSAL: gl.constexpr = rows.decay.CAUSAL
     keys, values = shared.keys, shared.values
@@ -129,7 +130,7 @@ def _next_tile(
         row_alpha = shared.row_alphas.index(WARPGROUP).load(ROW)
         difference = gl.where(is_right, -(difference + 2 * row_alpha), difference)
     values.consumer_wait(n - 1)
-    acc = warpgroup_mma(p, flat(values.tile(n - 1)), acc, is_async=True)
+    acc = warpgroup_mma(as_operand(p, shared, P), flat(values.tile(n - 1)), acc, is_async=True)
     score = warpgroup_mma_wait(1, (score,))
     keys.consumer_release(n)
     if PARTIAL:
@@ -143,7 +144,7 @@ def _next_tile(
     values.consumer_release(n - 1)
     if PARTIAL or not BFLOAT16:
         acc = rescale_accumulator(acc, correction, acc.shape[1])
-    return acc, as_operand(next_p, shared, rows.count, PARTIAL, P), row_max, row_sum
+    return acc, rounded(next_p, shared, rows.count, PARTIAL), row_max, row_sum
 
 
 @gluon.jit
@@ -236,7 +237,7 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
             if ROW_ALPHA:
                 # stored until the end, so that it takes no registers in the loop
                 row_alphas.store(row_alpha.sum())
-            p = as_operand(p, shared, count, True, P)
+            p = rounded(p, shared, count, True)
             acc = gl.zeros([WARPGROUP_ROWS, D], gl.float32, ACC)
             keys.consumer_wait(n + 1, n + 1 < n_end)
             n += 1
@@ -261,7 +262,7 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
                         partial = gl.maximum(right_n + seen_tile(shared.right, count, FULL_END, WARPGROUP), full)
                     right_follows = False
             values.consumer_wait(n_end - 1)
-            acc = warpgroup_mma(p, flat(values.tile(n_end - 1)), acc, is_async=True)
+            acc = warpgroup_mma(as_operand(p, shared, P), flat(values.tile(n_end - 1)), acc, is_async=True)
 
             total = gl.convert_layout(gl.sum(row_sum, 1), ROW, assert_trivial=True)
             # a row without a visible key has total 0; it gets out 0 and lse −inf

@@ -3,7 +3,16 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.common.fragments import SHARES, WARPGROUP_ROWS, WARPS, by_threads, shares
+from decayattn.backends.hopper.common.fragments import (
+    SHARES,
+    WARPGROUP_ROWS,
+    WARPS,
+    by_threads,
+    from_threads,
+    from_words,
+    shares,
+    to_words,
+)
 from decayattn.backends.tiles.scores import finite_or_zero, probability, rescale
 
 # powers of two by which scores may exceed a row's maximum before it moves: p stays far below float16's 2^16
@@ -108,8 +117,8 @@ def softmax(score, row_max, row_sum, difference, scale, ahead, PARTIAL: gl.const
 
 
 @gluon.jit
-def as_operand(p, shared, count, PARTIAL: gl.constexpr, LAYOUT: gl.constexpr):
-    """Convert P of a tile to a 16-bit left operand of P V; a second pass divides it by HEADROOM."""
+def rounded(p, shared, count, PARTIAL: gl.constexpr):
+    """Round P of a tile to 16 bits, as words (fragments.to_words); a second pass divides it by HEADROOM."""
     p = p.to(shared.queries.tiles.dtype)
     if PARTIAL and p.dtype == gl.bfloat16:
         # read again for every partial tile, because keeping it would take a register; partial tiles are few
@@ -118,7 +127,13 @@ def as_operand(p, shared, count, PARTIAL: gl.constexpr, LAYOUT: gl.constexpr):
         p = gl.inline_asm_elementwise(
             "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [p, factor], dtype=gl.bfloat16, is_pure=True, pack=2
         )
-    return gl.convert_layout(p, LAYOUT)
+    return to_words(by_threads(p))
+
+
+@gluon.jit
+def as_operand(p, shared, LAYOUT: gl.constexpr):
+    """View the words of P as a left operand of P V."""
+    return from_threads(from_words(p, shared.queries.tiles), LAYOUT)
 
 
 @gluon.jit
