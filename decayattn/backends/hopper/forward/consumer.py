@@ -191,11 +191,16 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
             head_decay = decay.of(schedule, work)
             # rows past the end repeat the last one, and are never stored
             final_row = gl.minimum(start + WARPGROUP_ROWS, query_length) - 1
-            position = gl.minimum(start + gl.arange(0, WARPGROUP_ROWS, ROW), final_row) + first_position
+            # assembly: LLVM would compute an expression again for the loops; Triton 3.8 then spills up to 44 bytes more
+            row = gl.inline_asm_elementwise(
+                "min.s32 $0, $1, $2;", "=r,r,r", [start + gl.arange(0, WARPGROUP_ROWS, ROW), final_row], gl.int32,
+                is_pure=True, pack=1,
+            )
+            position = row + first_position
             tile_end = seen_tile(shared.left, count, VISITED_END, WARPGROUP)
             row_scale = None
             if row_scales is not None:
-                row_scale = _load_scales(row_scales, work, position - first_position)
+                row_scale = _load_scales(row_scales, work, row)
             if ROW_ALPHA:
                 # loaded while the warpgroup waits for the first tile
                 row_alpha = head_decay.row_alpha(position, work.anchor(start), head_decay.rate(head))
