@@ -105,12 +105,14 @@ def next_tile_128(
 
     # wait here and not below: after an arrival at a neighbouring barrier, Triton would synchronise the warps
     shared.wait_d_scores(n - 1, pred=n > 0)
-    before = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, D, LOADED)
     if shared.SLOTS == 2:
         # both have read the slot, for dq of tile n − 2; with three slots, they did so before q of this tile could come
         mbarrier.wait(shared.barriers.d_scores_read, (n - 1) & 1, pred=n > 0)
-        if LOADED:
-            arrive(shared.barriers.d_scores_read)
+    # loaded after both waits: if one came between, ptxas 13.4 (Triton 3.9) would copy the 32 registers for each of the
+    # products, and Triton 3.6 would synchronise the warps three times more
+    before = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, D, LOADED)
+    if LOADED:
+        arrive(shared.barriers.d_scores_read)
     shared.d_scores.index(shared.slot(n) * 2 + WARPGROUP).store(dsT)
     if not LOADED:
         fence_async_shared()
