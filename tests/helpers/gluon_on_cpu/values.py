@@ -96,6 +96,7 @@ ASSEMBLY = {
     "bmsk.clamp.b32 $0, 0, $1;": lambda count: (1 << np.minimum(count.data, 32).astype(np.int64)) - 1,
     "selp.f32 $0, $1, 0fFF800000, set;": lambda x, own, bit: where((own & bit) != 0, x, -np.inf).data,
     "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;": lambda x: x.data,
+    "add.s32 $0, $1, 1;": lambda n: n.data + 1,
     "min.s32 $0, $1, $2;": lambda x, y: np.minimum(x.data, y.data),
     # to within 2^-22, absolutely, of numbers in [1, 2)
     "lg2.approx.ftz.f32 $0, $1;": lambda x: np.round(np.log2(x.data) * 2.0**22) / 2.0**22,

@@ -19,7 +19,7 @@ from decayattn.backends.hopper.backward.score_tile import keys_of_head
 from decayattn.backends.hopper.backward.work import find_work, query_tile, visits
 from decayattn.backends.hopper.common import gluon_compat
 from decayattn.backends.hopper.common.fragments import SHARES, WARPGROUP_KEYS, product_layout
-from decayattn.backends.hopper.common.pipelines import arrive, flat
+from decayattn.backends.hopper.common.pipelines import arrive, flat, opaque_next
 from decayattn.backends.tiles.scores import LOG2E
 
 
@@ -82,7 +82,7 @@ def _walk(
                             scale * LOG2E, WARPGROUP, PARTIAL,
                         )
                         previous = tile * schedule.SIDES + side
-                        n += 1
+                        n = opaque_next(n)
                 if schedule.SIDES == 2:
                     # right of the diagonal the sign is reversed: with a change of sign after each side, sums are
                     # left − right
