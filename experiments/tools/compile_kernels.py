@@ -10,9 +10,10 @@ register spills, shared memory. CI compiles a part with every supported Triton (
 
 The exit status is 1 for a fault. A kernel does not compile, or needs more shared memory than a block has. ptxas
 serialises its asynchronous matrix products, which costs a large part of the speed. It reads tiles in a way that ptxas
-gets wrong (shares_an_address), or stores data in a barrier (reuses_a_barrier). It spills more than config.py allows, on
-sm_90 with the Triton of its measurements. Other versions bring another ptxas, and tiles of other GPUs were never timed:
-there spills are printed, and are no fault.
+gets wrong (shares_an_address), or stores data in a barrier (reuses_a_barrier). A Hopper kernel synchronises its warps
+twice in a row (synchronises_twice). It spills more than config.py allows, on sm_90 with the Triton of its measurements.
+Other versions bring another ptxas, and tiles of other GPUs were never timed: there spills are printed, and are no
+fault.
 """
 
 import argparse
@@ -168,6 +169,7 @@ def compiled(name: str, options: argparse.Namespace) -> Iterator[dict]:
                     "too much shared memory": found["shared"] > target.shared_memory,
                     "something else where a barrier is": reuses_a_barrier(ptx),
                     "tiles of two layouts at one address": shares_an_address(ptx),
+                    "warps synchronised twice": backend == "hopper" and synchronises_twice(ptx),
                     "serialised": found["serialised"],
                 }
                 said = [fault for fault, is_there in faults.items() if is_there] + spills * strict
@@ -348,14 +350,23 @@ def reuses_a_barrier(ptx: str) -> bool:
     return any(barrier <= other < barrier + 8 for barrier in barriers for other in others)
 
 
+def synchronises_twice(ptx: str) -> bool:
+    """True if a barrier of some warps directly follows another one."""
+    lines = (line.strip() for line in ptx.splitlines())
+    instructions = [line for line in lines if line and not line.startswith((".loc", "//", "$L__tmp"))]
+    return any(one == other and one.startswith("bar.sync") for one, other in itertools.pairwise(instructions))
+
+
 @functools.lru_cache(32)  # the small kernels around the attention come again
 def _assembled(ptx: str, capability: int) -> str:
-    """Output of ptxas."""
+    """Output of ptxas, with Triton's options."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         name = f"--gpu-name={sm_arch_from_capability(capability)}"
-        command = [get_ptxas(capability).path, "-v", name, str(source), "-o", str(source.with_suffix(".cubin"))]
+        options = ["--regAllocOptLevel=2"] * (tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8))
+        output = str(source.with_suffix(".cubin"))
+        command = [get_ptxas(capability).path, "-v", *options, name, str(source), "-o", output]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout + done.stderr
 
