@@ -90,9 +90,8 @@ def forward(dim: int) -> ForwardConfig:
     """The forward's schedule for a kernel_dim."""
     if dim == 64:
         # Latency-bound with two warpgroups: the third gains 12 %; four stages, which let them drift apart, 4 to 6 %.
-        # Spilled are values that the end of a work tile needs and values that its partial tiles need; with a constant
-        # decay also two registers of the loop over full tiles
-        return ForwardConfig(KEY_TILE, 3, stages=4, slots=2, spill_bytes=208, registers=160, launch_registers=128)
+        # Spilled are values that the end of a work tile needs, or (with a window) its partial tiles
+        return ForwardConfig(KEY_TILE, 3, stages=4, slots=2, spill_bytes=28, registers=160, launch_registers=128)
     if dim == 128:
         return ForwardConfig(KEY_TILE, 2, stages=2, slots=2, spill_bytes=12)
     # acc takes half of the registers, hence half as many scores; two stages and one slot fill the shared memory
@@ -129,13 +128,12 @@ def backward(widths: Widths) -> BackwardConfig:
     and dO, with dSᵀ and dq on their way out, fill the shared memory (213 and 223 KB).
 
     spill_bytes are those of kernels with one side (work.py); hardly any are in a loop over tiles. With two sides, a
-    decay per token spills 300 bytes (D = 64), 368 (D = 128, where each loop loads one word), 248 (consume_192.py) and
-    292 (consume_256.py).
+    decay per token spills 104 bytes (D = 64), 168 (D = 128), 244 (consume_192.py) and 252 (consume_256.py).
     """
     if widths.qk == 64:
-        return BackwardConfig("consume_128", KEY_TILE, 64, 128, 2, slots=2, zero_lines=8, dk_columns=64, spill_bytes=68)
+        return BackwardConfig("consume_128", KEY_TILE, 64, 128, 2, slots=2, zero_lines=8, dk_columns=64, spill_bytes=52)
     if widths.qk == 128:
-        return BackwardConfig("consume_128", KEY_TILE, 128, 64, 2, slots=3, zero_lines=8, dk_columns=64, spill_bytes=80)
+        return BackwardConfig("consume_128", KEY_TILE, 128, 64, 2, slots=3, zero_lines=8, dk_columns=64, spill_bytes=56)
     if widths.read <= 192 and widths.v <= 128:
         return BackwardConfig(
             "consume_192", KEY_TILE, 64, 64, 2, slots=3, zero_lines=2, dk_columns=64, spill_bytes=160
