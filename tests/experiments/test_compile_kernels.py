@@ -80,13 +80,6 @@ def test_memory_of_a_barrier_has_one_use(script):
     assert script.reuses_a_barrier(made + "ld.shared.v2.b32 \t{%r8, %r9}, [global_smem+200452];\n")
 
 
-def test_a_barrier_directly_after_another_shows(script):
-    barrier, place = "\tbar.sync \t2, 128;\n", "\t.loc\t1 40 5                          // pipelines.py:40:5\n"
-    assert script.synchronises_twice(barrier + place + barrier)
-    assert not script.synchronises_twice(barrier + barrier.replace("2", "3", 1))
-    assert not script.synchronises_twice(barrier + "\t@%p37 mbarrier.arrive.shared::cta.b64 _, [%r1706];\n" + barrier)
-
-
 @pytest.mark.parametrize("faults", [[], ["serialised"]])
 def test_a_fault_is_the_exit_status(script, tmp_path, monkeypatch, faults):
     """Equal kernels share a row."""
