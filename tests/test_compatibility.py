@@ -166,7 +166,7 @@ with forward_ad.dual_level():
 def test_autograd_works_without_any_private_name():
     """Takes seconds: which way operators are differentiated is chosen when the library is imported, so in a process of
     its own."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_ALL], env=environment, capture_output=True, text=True, check=False
     )
