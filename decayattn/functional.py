@@ -123,7 +123,7 @@ def decay_attention(
             seqused_k, and the last query is at the last key. Defaults: 0 and T_q, 0 and T_k. A batch padded on the
             right has seqused_q = seqused_k = its lengths, one padded on the left has leftpad_q = leftpad_k, a key cache
             has seqused_k. Padding may hold any values. Its rows have out 0, lse −inf (with a sink, the sink) and
-            gradient 0. Numbers outside a tensor count as its ends. Not causal, with a decay per token, rows before the
+            gradient 0. A bound outside a tensor counts as its end. Not causal, with a decay per token, rows before the
             first key of their sequence see nothing.
         return_lse: also return lse.
         skip_tolerance: upper bound on the probability that a row may lose. Causal calls with a decay and no bias skip

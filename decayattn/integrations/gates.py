@@ -36,7 +36,7 @@ def add_decay(
     changed a weight by less than 1 %. Each layer has the decay as a module, `self_attn.decay` in Llama, in float32. The
     attention becomes attn_implementation="decayattn"; a forward with another one raises. Generation works with every
     cache except quantised ones. With a cache, a "scalar" decay raises in layers that cache latents (MLA) or attend to
-    the keys of other layers. Layers with two attentions raise in the first forward. Trainer spares the decays of weight
+    the keys of other layers. Layers with two attentions raise in the first forward. Trainer gives the decays no weight
     decay; for PEFT, name them in modules_to_save=["decay"]. The configuration records the decay as `added_decay`, so a
     program that imports decayattn.integrations.transformers can save and load the model.
 

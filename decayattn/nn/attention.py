@@ -69,11 +69,11 @@ class DecayFlashAttention(Spared):
 
     With x (B, T, embed_dim)::
 
-        q, k, v, g = x · in_proj                  H heads of q and g, H_kv of k and v
-        k, v       = shift(k), shift(v)           where asked for, as all that follows but out_proj
-        q, k       = position(norm(q), norm(k))
+        q, k, v, g = x · in_proj                           H heads of q and g, H_kv of k and v
+        k, v       = shift(k), shift(v)                    if kv_shift
+        q, k       = position(norm(q), norm(k))            norm if qk_norm
         out        = decay_attention(q, k, v, decay(x))
-        y          = (norm(out) · sigmoid(g)) · out_proj
+        y          = (norm(out) · sigmoid(g)) · out_proj   norm if output_norm, sigmoid(g) if output_gate
 
     RECIPES.md has a transformer block around it, generation with a cache, and cross-attention.
 
@@ -113,9 +113,9 @@ class DecayFlashAttention(Spared):
             first tokens of a cache, because it has no kernels for them.
         device, dtype: of the parameters, as in torch.nn; those of the decay stay at least float32.
 
-    The projections start as nn.Linear does (variance 1/(3·fan_in), at width 768 the 0.02 of GPT-2) with zero biases.
-    decayattn.nn.parameter_groups spares decays of weight decay. After `.bfloat16()` or `.half()`, and under autocast, a
-    `Decay` stays float32 and everything else follows. Sequences over several GPUs: `layer.context =
+    The projections start as nn.Linear does (standard deviation 1/√(3·fan_in), 0.02 at width 768) with zero biases.
+    decayattn.nn.parameter_groups spares decays from weight decay. After `.bfloat16()` or `.half()`, and under autocast,
+    a `Decay` stays float32 and everything else follows. Sequences over several GPUs: `layer.context =
     decayattn.distributed.ContextParallel(group)`, and x is a slice.
 
     Raises:

@@ -151,8 +151,8 @@ class ScalarDecay(Decay):
     logarithm, and head 0 has the shortest. With a zero weight the half-lives are the requested ones at any scale of x.
     The weight learns from the first step on, because its gradient is x times that of the gate's logit.
 
-    decayattn.nn.parameter_groups spares both parameters of weight decay, which would pull the biases to 0, a half-life
-    of one token. Mixed precision rounds the parameters that it casts, and forward then raises: see
+    decayattn.nn.parameter_groups spares both parameters from weight decay, which would pull the biases to 0, a
+    half-life of one token. Mixed precision rounds the parameters that it casts, and forward then raises: see
     decayattn.nn.fully_shard_attention.
 
     Args:
@@ -237,8 +237,8 @@ class ConstantDecay(Decay):
     factor, so slow and fast heads learn alike, and no step turns decay into growth. A head that starts with growth (a
     value above 0) keeps growing. 0 has no logarithm and raises.
 
-    decayattn.nn.parameter_groups spares log_rate of weight decay, which would pull every head to γ = ±1, a half-life of
-    0.7 tokens.
+    decayattn.nn.parameter_groups spares log_rate from weight decay, which would pull every head to γ = ±1, a half-life
+    of 0.7 tokens.
 
     A slice of the heads, as in tensor parallelism, is a slice of the values for all heads:
     `ConstantDecay.from_values(alibi_log_decay(32)[8:16])`.
