@@ -344,11 +344,11 @@ def planning(results: Results, report: Report) -> list[str]:
     rows = []
     for row in report["rows"]:
         if (row["study"], row["peer"], row["direction"]) == ("planning", "skipping", "forward"):
-            reads = "the decay alone tells" if row["rates"] == "none to speak of" else "q and k are read"
+            reads = "decays" if row["rates"] == "none to speak of" else "decays, q and k"
             whole = row["ms"] * row["speed_over_whole"]  # a speed over another is the other's time over its own
             rows.append([f"B{row['batch']} T{row['length']} D{row['head_dim']}", reads, f"{row['plan_us']:.0f} µs",
                          f"{whole:.2f} ms", f"{row['ms']:.2f} ms ({row['ms'] / whole - 1:+.1%})"])
-    return table(["shape", "", "the plan", "a forward that does not look", "a forward"], rows)
+    return table(["shape", "the plan reads", "the plan", "forward without a plan", "forward with a plan"], rows)
 
 
 @block(SKIPPING_FILE)
@@ -642,9 +642,9 @@ def choice(results: Results, read: Report, recalled: Report) -> list[str]:
     page = f"{results.prefix.removesuffix('results/')}experiments/README.md"
     return [*pivot("decay", CHOICES, columns, cell), "", *wrapped(
         f"Bits per byte of a {parameters_of(read)} model that was trained on {read['settings']['context']:,} bytes; "
-        f"lower is better. Queries that two layers of width {widths} answer, of {pairs} pairs of key and value in "
-        f"{length:,} tokens. Means of 3 seeds ([extrapolation]({page}#length-extrapolation), "
-        f"[recall]({page}#associative-recall))."
+        f"lower is better. Percentages of queries that two layers of width {widths} answer, of {pairs} pairs of key "
+        f"and value in {length:,} tokens; higher is better. Means of 3 seeds "
+        f"([extrapolation]({page}#length-extrapolation), [recall]({page}#associative-recall))."
     )]
 
 

@@ -1,6 +1,6 @@
 """Loss over position, far beyond the trained length: decays, rotary embeddings and neither, in one model. Usage::
 
-    python experiments/studies/length_extrapolation.py                      # 9 schemes, 3 seeds; on a CPU in miniature
+    python experiments/studies/length_extrapolation.py                      # 8 schemes, 3 seeds; on a CPU in miniature
     python experiments/studies/length_extrapolation.py --minutes 9          # stops in time; the same command goes on
     python experiments/studies/length_extrapolation.py --devices 2          # a process for each GPU
 

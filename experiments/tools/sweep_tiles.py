@@ -29,14 +29,15 @@ TILES = ["64,64,4,3", "128,64,4,3", "128,128,8,2"]
 OPTIONS = {
     "kernel": ("FORWARD", "FORWARD", "table of portable/config.py", KERNELS),
     "tiles": (TILES, TILES, "block_m,block_n,num_warps,num_stages", str),
-    "dtype": ("bfloat16", "bfloat16", "dtype of q, k, v"), "head_dim": (128, 128, "D and D_v"),
+    "dtype": ("bfloat16", "bfloat16", "dtype"), "head_dim": (128, 128, "D and D_v"), "rounds": (2, 2, "of all tiles"),
     "batch": (4, 4, "sequences"), "heads": (16, 16, "heads"), "length": (8192, 8192, "tokens"),
-    "rounds": (2, 2, "rounds of all tiles"),
 }
 
 
 def main() -> None:
     options = parser_of(__doc__, OPTIONS, torch.cuda.is_available()).parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("error: it times kernels, so it needs a GPU")
     case = Case(options.batch, options.heads, options.length, options.head_dim, options.dtype, "scalar", -0.01)
     small = dataclasses.replace(case, batch=1, heads=2, length=515).inputs("cuda", 0)
     inputs, original = case.inputs("cuda", 0), getattr(config, options.kernel)
