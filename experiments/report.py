@@ -405,7 +405,8 @@ def overhead(results: Results, report: Report) -> list[str]:
     }
     found = index(report["rows"], "peer", "head_dim")
     titles = {"host_us": "host, D{} (range)", "one_thread_us": "host, all in one thread, D{} (range)",
-              "graph_us": "GPU in a CUDA graph, D{}"}
+              "no_launch_us": "that without launches, D{} (range)", "graph_us": "GPU in a CUDA graph, D{}"}
+    titles = {key: title for key, title in titles.items() if any(key in row for row in report["rows"])}
 
     def cell(peer: str, column: tuple[str, int]) -> str:
         key, dim = column
@@ -428,12 +429,12 @@ EXTRAPOLATION_FILE, EVIDENCE_FILE, FOX_FILE = "length_extrapolation.json", "evid
 @block("train_cpu.json", "train_h200/summary.json")
 def training(results: Results, on_cpu: Report, on_gpu: Report) -> list[str]:
     """Losses of the toy model, and the time that it took."""
-    said = []
-    for name, report in (("train_cpu.json", on_cpu), ("train_h200/summary.json", on_gpu)):
-        bits = " → ".join(f"{report[f'validation_bits_{when}']:.2f}" for when in ("before", "after"))
-        size = f"{report['parameters'] / 1e6:.1f} M parameters, {report['steps']} steps in {report['seconds']:.0f} s"
-        said.append(f"* {report['gpu'] or '2 CPU cores'}: {size}, {bits} bits per byte ({results.link(name)}).")
-    return said
+    runs = {"train_cpu.json": on_cpu, "train_h200/summary.json": on_gpu}
+    return [
+        f"* {run['gpu'] or '2 CPU cores'}: {run['parameters'] / 1e6:.1f} M parameters, {run['steps']} steps in "
+        f"{run['seconds']:.0f} s, {run['validation_bits_before']:.2f} → {run['validation_bits_after']:.2f} bits per "
+        f"byte ({results.link(name)})." for name, run in runs.items()
+    ]
 
 
 def loss_over_position(results: Results, name: str) -> list[str]:

@@ -5,10 +5,10 @@
     python experiments/benchmarks/overhead.py --packed               # packed sequences, too: of one total, and of many
 
 Host time is the clock over a series of forward and backward calls that nothing waits for. Every call is made as
-training makes it, and once more in one thread: autograd gives a backward on a GPU to a thread of that GPU. A CUDA graph
-replays the same launches without the host; its time is the device's. Calls of ours have every default. --packed
-measures calls of one total, and "other totals": in every call one token more than in the last. Without a GPU the host
-times of the eager reference are printed.
+training makes it, and once more in one thread: autograd gives a backward on a GPU to a thread of that GPU. Ours is made
+once more without its launches. A CUDA graph replays them without the host; its time is the device's. Calls of ours have
+every default. --packed measures calls of one total, and "other totals": in every call one token more than in the last.
+Without a GPU the host times of the eager reference are printed.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -41,7 +42,7 @@ OPTIONS = {
     "rounds": (7, 3, "interleaved rounds"),
     "output": harness.output("benchmark_overhead.json"),
 }
-COLUMNS = ("host_us", "one_thread_us", "graph_us")
+COLUMNS = ("host_us", "one_thread_us", "no_launch_us", "graph_us")
 Step = Callable[[], object]
 
 
@@ -58,7 +59,7 @@ def measure(run: Run) -> None:
             with run.attempt(ours=peer.backend is not None, case=str(case), peer=peer.name):
                 call = peer.prepare(case, inputs)
                 step = functools.partial(lambda call: call.backward(call.forward()), call)
-                calls[peer.name] = functools.partial(parts, step, run, warm(step, graph=run.timed))
+                calls[peer.name] = functools.partial(parts, step, run, warm(step, graph=run.timed), peer.backend)
         many = options.calls * options.rounds + 3
         kinds = ((1, "packed"), (many, "other totals")) if options.packed else ()
         for backend, (totals, what) in itertools.product(options.backends, kinds):
@@ -67,8 +68,7 @@ def measure(run: Run) -> None:
             timed = functools.partial(host_microseconds, step, options.calls, run.device)
             calls[f"decayattn {backend}, {what}"] = functools.partial(iter, [("host_us", timed)])
         timings = run.time(calls, lambda timed: timed())
-        about = {"case": str(case), "head_dim": head_dim}
-        rows: dict[str, dict[str, Any]] = {name: about | {"peer": name} for name in calls}
+        rows: dict[str, Any] = {name: {"case": str(case), "head_dim": head_dim, "peer": name} for name in calls}
         for (name, column), microseconds in timings.items():
             rows[name] |= harness.spread(microseconds, column)
         run.add(rows.values(), "{peer}", COLUMNS)
@@ -88,14 +88,22 @@ def warm(step: Step, graph: bool) -> Step | None:
     return harness.captured(step).replay
 
 
-def parts(step: Step, run: Run, replay: Step | None) -> Iterator[tuple[str, Callable[[], float]]]:
+def parts(step: Step, run: Run, replay: Step | None, ours: str | None) -> Iterator[tuple[str, Callable[[], float]]]:
     """Functions that measure a call's microseconds, by column."""
     host = functools.partial(host_microseconds, step, run.options.calls, run.device)
     yield "host_us", host
     with torch.autograd.set_multithreading_enabled(False):
         yield "one_thread_us", host
+        if ours and replay:
+            from decayattn.backends.runtime.launching import DirectLaunch  # imports Triton
+
+            with mock.patch.object(DirectLaunch, "__call__", _launch_nothing):
+                yield "no_launch_us", host
     if replay:
         yield "graph_us", lambda: harness.burst_timer(0.006)(replay) * 1e3
+
+
+def _launch_nothing(*_: object) -> None: ...
 
 
 def packed_step(case: Case, totals: int, backend: str, device: str) -> Step:

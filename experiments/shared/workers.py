@@ -14,16 +14,18 @@ STARTING_SECONDS = 240.0  # of a process' first call: it imports torch, and the 
 Part = TypeVar("Part")
 
 
-def in_time(parts: Sequence[Part], minutes: float | None) -> Iterator[Part]:
-    """The parts, while another one as long as the longest before it ends within the minutes. None: all of them."""
-    start, longest = time.monotonic(), 0.0
+def in_time(parts: Sequence[Part], minutes: float | None, seconds: list[float] | None = None) -> Iterator[Part]:
+    """The parts, while another one as long as the longest before it ends within the minutes. None: all of them.
+    seconds: those of each part that has ended, from a caller that begins several at a time."""
+    start, lasted = time.monotonic(), [] if seconds is None else seconds
     for number, part in enumerate(parts):
         begun = time.monotonic()
-        if minutes is not None and begun + longest > start + 60 * minutes:
+        if minutes is not None and begun + max(lasted, default=0.0) > start + 60 * minutes:
             print(f"{len(parts) - number} of {len(parts)} are left; the same command goes on", flush=True)
             return
         yield part
-        longest = max(longest, time.monotonic() - begun)
+        if seconds is None:
+            lasted.append(time.monotonic() - begun)
 
 
 def calls(

@@ -47,23 +47,15 @@ def trained(
 ) -> Iterator[tuple[tuple, Any]]:
     """Each cell with its row, or with an Exception; none begins that would end too late if it takes as long as the
     longest before it. A process for every entry of `devices`; this one if there is one entry."""
-    end, longest = time.monotonic() + 60 * (float("inf") if minutes is None else minutes), 0.0
-
-    def tasks() -> Iterator[list[int]]:
-        for number in range(len(cells)):
-            if time.monotonic() + longest > end:
-                print(f"{len(cells) - number} cells are left; the same command goes on", flush=True)
-                return
-            yield [number]
-
-    given = (train, cells, arguments, devices)
+    given, lasted = (train, cells, arguments, devices), [0.0]
+    numbers = workers.in_time(range(len(cells)), minutes, lasted)
     if len(devices) == 1:
-        found = ((n, _attempt(n, *given)[0]) for task in tasks() for n in task)
+        found = ((n, _attempt(n, *given)[0]) for n in numbers)
     else:
-        found = workers.calls(_attempt, given, tasks(), len(devices))
+        found = workers.calls(_attempt, given, ([n] for n in numbers), len(devices))
     for number, result in found:
         row, seconds = (result, 0.0) if isinstance(result, Exception) else result
-        longest = max(longest, seconds)
+        lasted.append(seconds)
         yield cells[number], row
 
 

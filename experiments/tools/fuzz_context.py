@@ -102,7 +102,7 @@ def fuzz(
         if raising:
             break
     if first:
-        print(summary.text(summary.done, time.monotonic() - began), flush=True)
+        print(*summary.lines(summary.done, time.monotonic() - began), sep="\n", flush=True)
     failed = [summary.failed]
     dist.broadcast_object_list(failed, group=control)
     return int(failed[0] > 0)

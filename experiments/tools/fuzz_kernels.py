@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.minutes is not None and time.monotonic() - began > 60 * options.minutes:
                 break
         results.close()  # ends the processes
-    print(summary.text(len(numbers), time.monotonic() - began))
+    print(*summary.lines(len(numbers), time.monotonic() - began), sep="\n")
     return int(summary.failed > 0)
 
 

@@ -253,7 +253,7 @@ def test_summary_names_errors_near_their_budget():
     summary = Summary(lambda number: f"--only {number}", False)
     for number, found in enumerate([{"out": 0.79, "dq": 0.85}, {"out": 0.5, "dq": 0.97}, {"out": 1.5, "dq": 0.9}]):
         summary.add(number, {"call": "", "failures": [], "ratios": {"reference": found}, "cannot_tell": []})
-    lines = summary.text(3, 1.0).splitlines()
+    lines = list(summary.lines(3, 1.0))
     assert "  reference dq 0.97: --only 1" in lines
     assert "  reference (3)  dq 0.97  out 0.79" in lines
 

@@ -95,7 +95,7 @@ def test_a_run_is_resumed_cell_by_cell(tmp_path, capsys, monkeypatch):
     row = first["rows"][0]
     assert [len(row["test"]), len(row["test"][0]), len(row["test"][0][0])] == [2, 2, 2]
     assert harness.main(recall, [*arguments, "--modes", "scalar", "none", "--minutes", "1e-9"]) == 0
-    assert "1 cells are left" in capsys.readouterr().out
+    assert "1 of 1 are left" in capsys.readouterr().out
     assert harness.main(recall, [*arguments, "--modes", "scalar", "none"]) == 0
     second = json.loads(output.read_text())
     assert [row["mode"] for row in second["rows"]] == ["scalar", "none"]

@@ -66,10 +66,7 @@ class Summary:
         failures = "; ".join(f"{what} {text}" for what, text in result["failures"])
         return [f"FAILED {self.again(number)}: {failures}  # {result['call']}"]
 
-    def text(self, asked: int, seconds: float) -> str:
-        return "\n".join(self._lines(asked, seconds))
-
-    def _lines(self, asked: int, seconds: float) -> Iterator[str]:
+    def lines(self, asked: int, seconds: float) -> Iterator[str]:
         stopped = f" of {asked}, stopped in time" if self.done < asked else ""
         yield f"{self.done} calls{stopped} in {seconds:.0f} s, {self.failed} failed"
         yield from (f"  {count:5d} × {kind}" for kind, count in self.kinds.most_common())
