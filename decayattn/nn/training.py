@@ -118,7 +118,8 @@ def record_half_lives(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         rates = whole(given).double()
         used = torch.ones_like(rates)
         if rates.ndim > 1:
-            rates = rates.mean(-1) if rates.ndim == 4 else rates  # a gate per direction
+            if rates.ndim == 4 or getattr(decay, "directions", 1) == 2:
+                rates = torch.where(is_reset(rates).any(-1), -torch.inf, rates.mean(-1))
             rates = rates[None].flatten(0, -3)  # a user's packed text is (total, H)
             options: dict[str, Any] = {key: whole(value) for key, value in running.get(name, {}).items()}
             used = _used(rates, layers.get(name), **options)[..., None] & ~is_reset(rates)

@@ -209,6 +209,15 @@ class Given(Decay):
         return x[..., :HEADS].float()
 
 
+def test_half_lives_of_two_gates_are_those_of_their_mean():
+    decay, x = ScalarDecay(WIDTH, 3, directions=2), torch.randn(9, WIDTH)  # packed: (total, H, 2)
+    decay.weight.data[::2] = torch.rand(3, WIDTH)
+    x[4] = -1e4  # a reset in one direction of every head
+    with record_half_lives(nn.Sequential(decay)) as found:
+        rates = decay(x)
+    torch.testing.assert_close(found["0"], half_life(rates[[1, 2, 3, 5, 6, 7, 8]].mean((0, 2))))
+
+
 def test_half_lives_omit_resets_and_are_inf_with_growth():
     x = torch.zeros(1, 5, WIDTH)
     x[0, :, :HEADS] = torch.tensor([
