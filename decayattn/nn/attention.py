@@ -342,6 +342,9 @@ class DecayFlashAttention(Spared):
         v = v.unflatten(-1, (self.num_kv_heads, self.value_dim))
         if log_decay is None and self.decay is not None:
             log_decay = self.decay(x)
+            if isinstance(log_decay, Tensor) and log_decay.ndim > 2 and log_decay.shape[1] != x.shape[1]:
+                shape = tuple(log_decay.shape)  # resets would broadcast one of a single token
+                raise ValueError(f"decay: expected log_decay (B, T, H) with T = {x.shape[1]}, got {shape}")
         if resets is not None:
             if not isinstance(log_decay, Tensor) or log_decay.ndim < 3:
                 raise ValueError("resets: expected a decay per token; with a constant decay use cu_seqlens")
@@ -377,10 +380,12 @@ class DecayFlashAttention(Spared):
     ) -> Tensor | None:
         """True at keys that a shift must not mix with the key before, (B or 1, T or 1, H_kv or 1); None without any."""
         found = []
-        if isinstance(log_decay, Tensor) and log_decay.ndim == 4:
-            log_decay = log_decay.amin(-1)  # a reset in either direction
-        if isinstance(log_decay, Tensor) and log_decay.shape[-1:] == (self.num_heads,):
-            found.append(is_reset(log_decay).unflatten(-1, (self.num_kv_heads, -1)).any(-1))
+        if log_decay is not None:
+            resets = is_reset(torch.as_tensor(log_decay, device=k.device))
+            resets = resets.any(-1) if resets.ndim == 4 else resets  # in either direction
+            if resets.shape[-1:] in ((), (1,), (self.num_heads,)):  # decay_attention refuses other shapes
+                heads = resets.expand(*resets.shape[:-1], self.num_heads)
+                found.append(heads.unflatten(-1, (self.num_kv_heads, -1)).any(-1))
         if first is not None:
             found.append((torch.arange(k.shape[1], device=k.device) == first[:, None])[..., None])
         if cu_seqlens is not None:
@@ -574,7 +579,7 @@ def _shift(x: Tensor, mixing: Tensor, before: Tensor | None, starts: Tensor | No
 
     before (B, 1, H_kv, D) is x_{−1}, None for 0. At a start, x_{t−1} counts as 0.
     """
-    before = x.new_zeros(len(x), 1, *x.shape[2:]) if before is None else before.to(x.dtype)
+    before = x.new_zeros(x.shape[0], 1, *x.shape[2:]) if before is None else before.to(x.dtype)
     previous = torch.cat([before, x], 1)[:, :-1]
     if starts is not None:
         previous = previous.masked_fill(starts[..., None], 0)  # also NaN of another sequence

@@ -54,7 +54,7 @@ def by_hand(layer, x, memory=None, log_decay=None, resets=None):
     q, k, v = (y.unflatten(-1, (n, -1)) for y, n in zip(projected, (HEADS, kv_heads, kv_heads), strict=False))
     if log_decay is None and layer.decay is not None:
         log_decay = layer.decay(source[None])
-        log_decay = log_decay[0] if log_decay.ndim > 1 else log_decay
+        log_decay = log_decay[0].expand(-1, HEADS) if log_decay.ndim > 1 else log_decay
     if resets is not None:
         log_decay = log_decay.masked_fill(resets[:, None], -math.inf)
     if layer.kv_shift:

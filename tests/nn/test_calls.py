@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cached_layers import GROUPED_PRO, HEADS, WIDTH, Resets, Rotary, by_hand
+from cached_layers import build as build_layer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,9 +39,16 @@ class Own(nn.Module):
         return self.weight * x[..., :1].sigmoid()
 
 
+class Shared(Resets):
+    """One decay for all heads, (B, T, 1)."""
+
+    def forward(self, x):
+        return super().forward(x)[..., :1]
+
+
 DECAYS = {
     "scalar": lambda: "scalar", "learned": lambda: ConstantDecay.alibi(HEADS, learned=True), "frozen": lambda: "retnet",
-    "own": Own, "resets": Resets, "none": lambda: "none",
+    "own": Own, "resets": Resets, "shared": Shared, "none": lambda: "none",
 }
 # what a call may be given besides x: log_decay (H,) or (B, T, H), and memory
 NEW = ["own decay", "rates", "per token", "memory", "memory, rates", "memory, per token"]
@@ -48,13 +56,8 @@ CALLS = ["dense", "left", "right", "both", "packed", "resets", "cached", "cached
 
 
 def build(options: str, decay: str = "scalar", **more) -> DecayFlashAttention:
-    """A layer with all parameters off their start."""
     torch.manual_seed(0)
-    layer = DecayFlashAttention(WIDTH, HEADS, decay=DECAYS[decay](), dtype=torch.float64, **LAYERS[options] | more)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return layer
+    return build_layer(**{"backend": "auto", "decay": DECAYS[decay]()} | LAYERS[options] | more).cpu()
 
 
 def entries(new: str, lengths: list[int] = LENGTHS) -> list[dict[str, Tensor]]:
@@ -277,11 +280,13 @@ LONG = torch.arange(7) < torch.tensor([[4], [7]])
     ({"memory": M, "new_lengths": torch.tensor([1, 2])}, "new_lengths: expected only with a cache"),
     ({"causal": False, "memory": M[:, :4]}, "causal: expected T_q <= T_k with causal=False and a log_decay per token"),
     ({"causal": False, "memory": M, "memory_padding_mask": LONG}, "at most as many tokens of x as of memory"),
+    ({"decay": nn.AdaptiveAvgPool2d((1, HEADS)), "resets": MASK}, r"decay: .* with T = 5, got \(2, 1, 4\)"),
 ])
 def test_errors_name_wrong_decays_and_memories(arguments, message):
-    layer = DecayFlashAttention(WIDTH, HEADS, causal=arguments.get("causal", True))
+    options = {name: arguments[name] for name in ("causal", "decay") if name in arguments}
+    layer = DecayFlashAttention(WIDTH, HEADS, **options)
     with pytest.raises((TypeError, ValueError), match=message):
-        layer(X, **{name: value for name, value in arguments.items() if name != "causal"})
+        layer(X, **{name: value for name, value in arguments.items() if name not in options})
 
 
 def test_sequences_may_be_longer_than_the_memory():
