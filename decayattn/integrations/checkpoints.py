@@ -58,7 +58,8 @@ def from_fla(state: State, *, prefix: str = "", config: Any = None) -> Any:
             another MLP than SwiGLU raise.
 
     Raises:
-        ValueError: for missing parameters, and for parameters and options without an equivalent, by name.
+        TypeError, ValueError: for missing and quantised parameters, and for parameters and options without an
+            equivalent, by name.
     """
     if config is not None:
         return _convert_model(state, _values(config, "forgetting_transformer", "from_fox"), from_fla)
@@ -89,7 +90,8 @@ def from_fox(state: State, *, prefix: str = "", ogate_act: str = "sigmoid", conf
             SwiGLU raise. Constant gates become a frozen decay in every layer.
 
     Raises:
-        ValueError: for missing parameters, and for parameters and options without an equivalent, by name.
+        TypeError, ValueError: for missing and quantised parameters, and for parameters and options without an
+            equivalent, by name.
     """
     if config is not None:
         values = _values(config, "forgetting_transformer-project_fox", "from_fla")
@@ -116,7 +118,14 @@ def _of_layer(state: State, prefix: str, names: Mapping[str, str]) -> dict[str, 
     if layers and prefix not in layers:
         raise ValueError(f"prefix: expected that of one layer, for example {layers[0]!r}, got {prefix!r}")
     own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-    return {names.get(name, name): value for name, value in own.items()}
+    return {names.get(name, name): _floating(f"{prefix}{name}", value) for name, value in own.items()}
+
+
+def _floating(name: str, value: Tensor) -> Tensor:
+    """value, refused if it is quantised: its numbers have no meaning without their scales."""
+    if not value.is_floating_point():
+        raise TypeError(f"{name}: expected a floating dtype, got {value.dtype}; dequantise the weights first")
+    return value
 
 
 def _convert(own: dict[str, Tensor], prefix: str, gate: Iterable[tuple[str, str]] = ()) -> dict[str, Tensor]:
@@ -168,13 +177,21 @@ def _convert_model(
     def take(theirs: str, ours: str) -> None:
         if theirs not in rest:
             raise ValueError(f"{theirs}: expected in the state dict, got none")
-        found[ours] = rest.pop(theirs)
+        found[ours] = _floating(theirs, rest.pop(theirs))
 
-    take("model.embeddings.weight", "model.embed_tokens.weight")
+    embeddings, head = "model.embeddings.weight", "lm_head.weight"
+    if values.get("tie_word_embeddings"):  # their state dict may have either name, or both
+        for one, other in ((embeddings, head), (head, embeddings)):
+            if one in rest:
+                rest.setdefault(other, rest[one])
+        if head in rest and not (rest[head].is_meta or torch.equal(rest[head], rest[embeddings])):
+            raise ValueError(
+                f"{head}: expected the values of {embeddings} with config.tie_word_embeddings=True, got others; set it "
+                "to False for a model with a head of its own"
+            )
+    take(embeddings, "model.embed_tokens.weight")
     take("model.norm.weight", "model.norm.weight")
-    if values.get("tie_word_embeddings"):  # their state dict may have one name or both
-        rest["lm_head.weight"] = found["model.embed_tokens.weight"]
-    take("lm_head.weight", "lm_head.weight")
+    take(head, head)
     for n in range(values["num_hidden_layers"]):
         block = f"model.layers.{n}."
         take(f"{block}attn_norm.weight", f"{block}input_layernorm.weight")

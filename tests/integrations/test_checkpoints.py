@@ -83,27 +83,21 @@ def test_prefix_selects_a_layer_of_a_model():
                 convert(model, prefix=prefix)
 
 
-@pytest.mark.parametrize(("one", "other"), ["kv", "vk"])
-def test_from_fox_names_a_shift_of_one_kind(one, other):
-    options = {f"use_{one}_shift": True}
-    theirs = torch.nn.ModuleDict({"layer": other_libraries.ForgettingAttentionLayer(WIDTH, HEADS, **options)})
-    message = rf"layer.{one}_proj.shift_proj.weight: expected a shift of both .* got none of {other}_proj"
-    with pytest.raises(ValueError, match=message):
-        from_fox(theirs.state_dict(), prefix="layer.")
-
-
-def test_errors_name_parameters_and_prefixes():
-    theirs = other_libraries.ForgettingAttentionLayer(WIDTH, HEADS, use_output_gate=True).state_dict()
-    with pytest.raises(ValueError, match=r"ogate_act: expected 'sigmoid', .* got 'silu'"):
-        from_fox(theirs, ogate_act="silu")
-    with pytest.raises(ValueError, match=r"f_proj.weight: expected in the state dict"):
-        from_fla(theirs)
-    with pytest.raises(ValueError, match=r"prefix: expected that of one layer, for example '', got 'attn\.'"):
-        from_fla(theirs, prefix="attn.")
-    with pytest.raises(ValueError, match=r"attn.q_proj.weight: expected in the state dict"):
-        from_fla({}, prefix="attn.")
-    with pytest.raises(ValueError, match=r"q_conv1d.weight: expected no such parameter"):
-        from_fox(theirs | {"q_conv1d.weight": torch.zeros(3)})
+@pytest.mark.parametrize(("convert", "change", "options", "message"), [
+    (from_fox, {}, {"ogate_act": "silu"}, "ogate_act: expected 'sigmoid', .* got 'silu'"),
+    (from_fla, {}, {}, "f_proj.weight: expected in the state dict"),
+    (from_fla, {}, {"prefix": "attn."}, r"prefix: expected that of one layer, for example '', got 'attn\.'"),
+    (from_fla, {}, {"prefix": "attn."}, "attn.q_proj.weight: expected in the state dict"),
+    (from_fox, {"q_conv1d.weight": 0.0}, {}, "q_conv1d.weight: expected no such parameter"),
+    (from_fox, {"o_proj.weight": 0}, {}, "o_proj.weight: expected a floating dtype, got torch.int64; dequantise"),
+    (from_fox, {"k_proj.shift_proj.weight": 0.0}, {}, "k_proj.shift_proj.weight: expected a shift .* none of v_proj"),
+    (from_fox, {"v_proj.shift_proj.weight": 0.0}, {}, "v_proj.shift_proj.weight: expected a shift .* none of k_proj"),
+])
+def test_errors_name_parameters_and_prefixes(convert, change, options, message):
+    state = other_libraries.ForgettingAttentionLayer(WIDTH, HEADS, use_output_gate=True).state_dict()
+    change = {name: torch.tensor([value]) for name, value in change.items()}
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        convert({} if "attn.q_proj" in message else state | change, **options)
 
 
 # Whole models
@@ -144,10 +138,7 @@ class Model(nn.Module):
         return self.lm_head(self.model["norm"](x))
 
 
-FOX = {
-    "model_type": "forgetting_transformer-project_fox", "use_rope": False, "hidden_act": "swish",
-    "ogate_act": "sigmoid",
-}
+FOX = {"model_type": "forgetting_transformer-project_fox", "use_rope": False, "hidden_act": "swish"}
 FLA = {"model_type": "forgetting_transformer", "qkv_bias": False, "attnres_block_size": None, "window_size": None}
 SIZES = {"vocab_size": 50, "hidden_size": WIDTH, "num_heads": HEADS, "num_hidden_layers": 2, "intermediate_size": 32}
 
@@ -218,14 +209,12 @@ def test_published_configurations_convert_by_name_and_size(width, heads, layers,
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("named", ["both", "one"])
-def test_tied_embeddings_stay_tied(named):
+@pytest.mark.parametrize("left_out", [None, "lm_head.weight", "model.embeddings.weight"])
+def test_tied_embeddings_stay_tied(left_out):
     config = FLA | SIZES | {"tie_word_embeddings": True}
     theirs = randomised(Model(other_libraries.ForgettingAttention, 50, WIDTH, HEADS, 2, 32, False))
     theirs.lm_head.weight = theirs.model["embeddings"].weight
-    state = theirs.state_dict()
-    if named == "one":
-        del state["lm_head.weight"]
+    state = {name: x for name, x in theirs.state_dict().items() if name != left_out}
     converted, weights = from_fla(state, config=config)
     ours = DecayForCausalLM(converted).double()
     ours.load_state_dict(weights)
@@ -242,6 +231,7 @@ def test_tied_embeddings_stay_tied(named):
     (from_fox, FLA, "config: expected the model_type 'forgetting_transformer-project_fox', .* from_fla is for"),
     (from_fla, FOX, "config: expected the model_type 'forgetting_transformer', .* from_fox is for"),
     (from_fla, {"qkv_bias": True}, "config.qkv_bias: expected False, got True; DecayForCausalLM has no biases"),
+    (from_fla, {"tie_word_embeddings": True}, "lm_head.weight: expected the values of model.embeddings.weight with"),
     (from_fla, {"attnres_block_size": 4}, "config.attnres_block_size: expected None, got 4"),
     (from_fla, {"num_hidden_layers": 3}, "model.layers.2.attn_norm.weight: expected in the state dict, got none"),
     (from_fla, {"num_hidden_layers": 1}, "model.layers.1.attn.f_proj.bias: expected no such parameter"),
@@ -257,3 +247,5 @@ def test_models_without_equivalent_are_refused_by_name(convert, config, message)
             convert(state, config={name: x for name, x in (FLA | SIZES).items() if name != "num_heads"})
         with pytest.raises(ValueError, match=r"model.norm.weight: expected in the state dict, got none"):
             convert({name: x for name, x in state.items() if name != "model.norm.weight"}, config=FLA | SIZES)
+        with pytest.raises(TypeError, match=r"lm_head.weight: expected a floating dtype, got torch.uint8"):
+            convert(state | {"lm_head.weight": state["lm_head.weight"].byte()}, config=FLA | SIZES)
