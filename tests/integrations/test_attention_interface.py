@@ -164,7 +164,6 @@ def test_attention_refuses_absent_features_by_name(options, message):
         attention_interface.attention(torch.nn.Module(), q, q, q, torch.tensor([[1, 0, 1, 1]]))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Architectures
 
 # test_no_architecture_is_wrong has all of them
@@ -285,7 +284,6 @@ def test_attention_takes_masks_of_pairs_and_position_bias():
             assert torch.allclose(*gradients, atol=1e-4)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Packed sequences, caches, compiled code
 
 
@@ -393,7 +391,6 @@ def test_forwards_synchronise_at_most_once(batch, side):
     assert found.count <= 1
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Trainer
 
 

@@ -126,7 +126,6 @@ def two_steps(single: nn.Module, shared: nn.Module, device: str) -> None:
             (one(x[part]) - target[part]).square().mean().backward()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # DistributedDataParallel and FSDP2
 
 # never freed: a process group that is freed waits for its thread with the GIL held, and that thread may need it to let
@@ -336,7 +335,6 @@ def test_training_tools_take_sharded_models(device, kind):
     assert_close(lives, {name: whole_lives[name.removeprefix("module.")][heads] for name in lives}, 1e-9)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Tensor parallelism
 
 
@@ -527,7 +525,6 @@ def test_errors_name_layers_that_cannot_be_divided(device):
             function(nn.Linear(2, 2))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Checkpoints
 
 
@@ -615,7 +612,6 @@ def test_full_state_dict_loads_and_saves(ranks, kind):
     assert_close(found, state, 1e-8)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Both, and projections of others
 
 

@@ -307,9 +307,7 @@ def test_refuses_nan_and_says_where(dtype, name, plant):
         assert_within_budget(comparisons)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "error"), [(torch.bfloat16, 0.03), (torch.float16, 0.004), (torch.float32, 1e-4)]
-)
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 0.03), (torch.float16, 0.004), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv", "dlog_decay", "dscale", "dbias", "dsink"])
 def test_refuses_one_scaled_head(dtype, error, name, plant):
     """Twice the errors of decayattn.testing's table, or less."""
