@@ -172,7 +172,9 @@ def _sink_gradient(inputs: Inputs, out: Tensor, saved: Saved, d_out: Tensor, d_l
         delta = delta.masked_fill(saved.row_lse2.isposinf(), 0)
     if d_lse is not None:
         delta = delta - d_lse
-    return -(sink_probability * delta).sum((0, 2), dtype=torch.float64).to(sink.dtype)
+    # no sink, and no visible key either: the gradient of lse, −inf, may be anything
+    shares = torch.where(sink_probability == 0, 0.0, sink_probability * delta)
+    return -shares.sum((0, 2), dtype=torch.float64).to(sink.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
