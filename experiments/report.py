@@ -180,6 +180,8 @@ def wrapped(text: str) -> list[str]:
 SPEED_FILE = "benchmark_sustained.json"
 # tables of their own: file, title, causal
 MORE_SPEEDS = (
+    ("benchmark_sustained_triton38.json", "Newer kernels (f6df9d9), with Triton 3.8", True),
+    ("benchmark_sustained_triton36.json", "The same with Triton 3.6", True),
     ("benchmark_sustained_not_causal.json", "Not causal", False),
     ("benchmark_sustained_wide.json", "More than 128 columns (D, or D/D_v)", True),
     ("benchmark_sustained_scales.json", "A scale per row of ours, and its gradient", True),
@@ -303,10 +305,8 @@ def svg(bars: Bars) -> str:
 def pictures(results: Results, report: Report) -> list[str]:
     """The picture of speeds, with one line on their source."""
     gpu = report["gpu"].removeprefix("NVIDIA ").split()[0]
-    return [f"![{title_of(bars_of(results))}]({results.prefix}{PICTURE})", "", *wrapped(
-        f"Speed relative to cuDNN attention without a decay: all kernels in one process, on an {gpu} "
-        "([method](#how-fast))."
-    )]
+    said = f"cuDNN attention without a decay: all kernels in one process, on an {gpu} ([method](#how-fast))."
+    return [f"![{title_of(bars_of(results))}]({results.prefix}{PICTURE})", "", f"Speed relative to {said}"]
 
 
 # ------------------------------------------------------------------------------- skipping, sequences, time of the host
