@@ -16,22 +16,19 @@ from decayattn.problem import AttentionProblem, BackendName, GradientRequest, Gr
 KERNELS = {"triton": "decayattn.backends.portable.backend", "hopper": "decayattn.backends.hopper.backend"}
 # candidates of "auto", the fastest first among those that are profitable
 AUTOMATIC: tuple[BackendName, ...] = ("hopper", "triton")
+# kernel backends that are Decoders
+DECODERS: tuple[BackendName, ...] = ("triton",)
 NAMES = get_args(BackendName)
 
 
-# reference.append and reference.decode document the arguments
-Append = Callable[..., Tensor | None]
-Decode = Callable[..., tuple[Tensor, Tensor]]
-
-
 class Decoder(Protocol):
-    """Backend that writes and reads a cache: reference, or one with kernels for it."""
+    """Backend that writes and reads a cache, as the functions of reference, which document the arguments."""
 
     @property
-    def append(self) -> Append: ...
+    def append(self) -> Callable[..., Tensor | None]: ...
 
     @property
-    def decode(self) -> Decode: ...
+    def decode(self) -> Callable[..., tuple[Tensor, Tensor]]: ...
 
 
 class Backend(Protocol):
@@ -40,14 +37,6 @@ class Backend(Protocol):
     Autograd, the gradient of a sink and argument checks belong to the library. Under torch.use_deterministic_algorithms
     gradients repeat bit by bit.
     """
-
-    @property
-    def append(self) -> Append | None:
-        """Append tokens to a cache; None as for decode."""
-
-    @property
-    def decode(self) -> Decode | None:
-        """Attend with a few new rows to a cache of keys; None without kernels for it."""
 
     def unavailable(self, dtype: torch.dtype, device: torch.device) -> str | None:
         """Reason why these kernels cannot run for this dtype on this device, or None."""
@@ -101,12 +90,6 @@ def unavailable(name: str, dtype: torch.dtype, device: torch.device) -> str | No
     return backend if isinstance(backend, str) else backend.unavailable(dtype, device)
 
 
-@assume_constant_result
-def _decodes(name: str) -> bool:
-    backend = load(name)
-    return not isinstance(backend, str) and backend.decode is not None
-
-
 def check_name(name: str) -> BackendName:
     """Raise for a name that is not a backend's."""
     if name not in NAMES:
@@ -132,16 +115,14 @@ def select(problem: AttentionProblem, name: str) -> BackendName:
 def decoder(name: str, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Backend that appends to and reads caches for `name`, as `select` chooses."""
     name = check_name(name)
+    if name == "auto":
+        candidates = DECODERS if device.type == "cuda" else ()
+        name = next((kernel for kernel in candidates if unavailable(kernel, dtype, device) is None), "reference")
     if name == "reference" or device.type == "meta":
         return reference
-    if name == "auto":
-        candidates = _decoding() if device.type == "cuda" else ()
-        name = next((kernel for kernel in candidates if unavailable(kernel, dtype, device) is None), "reference")
-        return reference if name == "reference" else cast(Decoder, loaded(name))
     reason = unavailable(name, dtype, device)
-    if reason is None and not _decodes(name):
-        others = " and ".join(map(repr, _decoding()))
-        reason = f"it has no kernels for new tokens over a cache; pass 'auto' or {others}"
+    if reason is None and name not in DECODERS:
+        reason = f"it has no kernels for new tokens over a cache; pass 'auto' or {' or '.join(map(repr, DECODERS))}"
     _refuse(name, reason)
     return cast(Decoder, loaded(name))
 
@@ -149,10 +130,6 @@ def decoder(name: str, dtype: torch.dtype, device: torch.device) -> Decoder:
 def _refuse(name: str, reason: str | None) -> None:
     if reason is not None:
         raise ValueError(f"backend: {name!r} cannot take this problem: {reason}")
-
-
-def _decoding() -> tuple[str, ...]:
-    return tuple(name for name in AUTOMATIC if _decodes(name))
 
 
 def resolve(problem: AttentionProblem, name: str, inputs: Inputs) -> str:
