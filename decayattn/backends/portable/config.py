@@ -32,6 +32,16 @@ class TileConfig:
     spill_bytes: int = 0
 
 
+# Plain FMA instructions on fully unrolled tiles. Above 32 × 32 they spill much more and compile for tens of seconds.
+# Measured for float32, D128, B1 H16 T2048: forward 2.1 ms at 32 × 32, 15 ms at 64 × 32; gradients of keys 4.3 ms,
+# 43 ms at 32 × 64. The two large figures are from before a tile's products had a sum of their own. Tiles without spills
+# are slower (forward 2.9 ms at 16 × 32, 3.4 ms at 32 × 16; gradients of keys 5.6 ms at 32 × 16), and so are 8 warps
+# (6.7 ms).
+_FLOAT32 = (TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1), TileConfig(16, 32, 4, 1))
+_FLOAT64 = (TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1))
+_OTHER_FLOAT64 = (TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1), TileConfig(16, 16, 4, 1))
+
+
 @dataclass(frozen=True)
 class Kernel:
     """Tiles of one kernel by head dimension: (up to 64, up to 128, up to 256)."""
@@ -44,23 +54,15 @@ class Kernel:
     # Other GPUs: compiled, not run on hardware. They fit in 99 KB of shared memory, the smallest of NVIDIA's GPUs from
     # Ampere on. AMD's compiler needs less, and they fit in 64 KB there
     other: tuple[TileConfig, TileConfig, TileConfig]
-    float32: tuple[TileConfig, TileConfig, TileConfig]
-    float64: tuple[TileConfig, TileConfig, TileConfig]
+    float32: tuple[TileConfig, TileConfig, TileConfig] = _FLOAT32
+    float64: tuple[TileConfig, TileConfig, TileConfig] = _FLOAT64
     # float64 on other GPUs: gradients above D = 128 need more than 99 KB with any tile
-    other_float64: tuple[TileConfig, TileConfig, TileConfig]
+    other_float64: tuple[TileConfig, TileConfig, TileConfig] = _OTHER_FLOAT64
 
 
 # shared memory of a block on the smallest GPUs that use `other`
 _OTHER_SHARED_MEMORY = 99 << 10
 
-# Plain FMA instructions on fully unrolled tiles. Above 32 × 32 they spill much more and compile for tens of seconds.
-# Measured for float32, D128, B1 H16 T2048: forward 2.1 ms at 32 × 32, 15 ms at 64 × 32; gradients of keys 4.3 ms,
-# 43 ms at 32 × 64. The two large figures are from before a tile's products had a sum of their own. Tiles without spills
-# are slower (forward 2.9 ms at 16 × 32, 3.4 ms at 32 × 16; gradients of keys 5.6 ms at 32 × 16), and so are 8 warps
-# (6.7 ms).
-_FLOAT32 = (TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1), TileConfig(16, 32, 4, 1))
-_FLOAT64 = (TileConfig(32, 32, 4, 1), TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1))
-_OTHER_FLOAT64 = (TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1), TileConfig(16, 16, 4, 1))
 # Triton's interpreter runs a program as numpy calls: small tiles, so that short sequences have several of each kind
 _INTERPRETER = TileConfig(32, 32, 4, 1)
 
@@ -84,9 +86,6 @@ FORWARD = Kernel(
     ),
     # with 4 warps, D = 256 spills up to 184 B on sm_80, and 328 B with a bias on sm_89
     other=(TileConfig(128, 64, 4, 2), TileConfig(64, 64, 4, 2), TileConfig(64, 32, 8, 1)),
-    float32=_FLOAT32,
-    float64=_FLOAT64,
-    other_float64=_OTHER_FLOAT64,
 )
 
 KEY_GRADIENTS = Kernel(
@@ -107,8 +106,6 @@ KEY_GRADIENTS = Kernel(
     ),
     other=(TileConfig(64, 64, 4, 2), TileConfig(32, 64, 4, 2), TileConfig(32, 32, 4, 1)),
     float32=(*_FLOAT32[:2], TileConfig(16, 16, 4, 1)),  # 11.5 ms; 32 × 16 11.6, 16 × 32 13.8 (B1 H16 T2048)
-    float64=_FLOAT64,
-    other_float64=_OTHER_FLOAT64,
 )
 
 QUERY_GRADIENTS = Kernel(
@@ -130,9 +127,6 @@ QUERY_GRADIENTS = Kernel(
         TileConfig(128, 32, 8, 2, spill_bytes=64),
     ),
     other=(TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 2), TileConfig(32, 32, 4, 1)),
-    float32=_FLOAT32,
-    float64=_FLOAT64,
-    other_float64=_OTHER_FLOAT64,
 )
 
 
