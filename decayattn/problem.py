@@ -122,7 +122,8 @@ class Inputs(NamedTuple):
 
     @property
     def any_scale(self) -> Tensor | float:
-        return any_scale(self)
+        """One number for all rows, or one per row."""
+        return self.scale if self.row_scale is None else self.row_scale
 
 
 # functions for the reference: torch.compile of PyTorch 2.10 cannot trace a property of a NamedTuple
@@ -136,11 +137,6 @@ def first_position(problem: AttentionProblem) -> int:
 def accumulator_dtype(problem: AttentionProblem) -> torch.dtype:
     """The dtype of scores, softmax state, lse and accumulated gradients."""
     return torch.float64 if problem.dtype == torch.float64 else torch.float32
-
-
-def any_scale(inputs: Inputs) -> Tensor | float:
-    """One number for all rows, or one per row."""
-    return inputs.scale if inputs.row_scale is None else inputs.row_scale
 
 
 class DecayPrefix(NamedTuple):

@@ -18,7 +18,6 @@ from decayattn.problem import (
     AttentionProblem,
     Inputs,
     accumulator_dtype,
-    any_scale,
     first_position,
     is_reset,
     within,
@@ -251,7 +250,8 @@ def row_weights(
     The sum and the logsumexp include the sink; the weights do not.
     """
     dtype, log_decay, bias, sink = accumulator_dtype(problem), inputs.log_decay, inputs.bias, inputs.sink
-    scores = scaled_products(inputs.q.to(dtype), inputs.k, any_scale(inputs))
+    scale = inputs.scale if inputs.row_scale is None else inputs.row_scale[..., None]
+    scores = torch.einsum("bihd,bjhd->bhij", inputs.q.to(dtype) * scale, inputs.k)
     if log_decay is not None:
         scores = scores + decay_bias(problem, log_decay, i, j).to(dtype)
     visible = visible_pairs(problem, log_decay, i, j, inside)
@@ -389,11 +389,6 @@ def _attend_cut(
     out, lse = _attend(problem, cut_out, (row + num_keys - num_rows)[:, None], num_keys, first)
     to = torch.where(row < num_rows, first_row + row, problem.query_length)
     return entry.expand_as(to).flatten(), to.flatten(), out.flatten(0, 1), rearrange(lse, "b h i -> (b i) h")
-
-
-def scaled_products(q: Tensor, k: Tensor, scale: Tensor | float) -> Tensor:
-    """s_i · q_i·k_j as (B, H, T_q, T_k)."""
-    return torch.einsum("bihd,bjhd->bhij", q * (scale[..., None] if isinstance(scale, Tensor) else scale), k)
 
 
 def decay_bias(problem: AttentionProblem, log_decay: Tensor, i: Tensor, j: Tensor) -> Tensor:
