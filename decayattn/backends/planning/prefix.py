@@ -105,16 +105,16 @@ def build(
     prefix = allocate(problem, log_decay)
     sizes = (problem.key_length, problem.num_heads, sequences)
     modes = dict(**constants(problem), BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS)
-    sums, blocks, grid = None, *_whole_sequences(problem)
-    if not _fits_a_program(problem):
-        blocks, together = 1, math.gcd(problem.num_heads, _HEADS)
+    sums = None
+    is_whole, blocks, grid = _division(problem)
+    if not is_whole:
+        together = math.gcd(problem.num_heads, _HEADS)
         sums = tuple(torch.empty_like(prefix.base, dtype=dtype) for dtype in (torch.float64, torch.int32, torch.int32))
         launch(
             _block_totals, programs(problem, DECAY_BLOCK, problem.num_heads // together, of_keys=True),
             strided(log_decay), prefix.beta, sums, *sizes, HEADS=together, num_warps=1, **modes,
         )
         log_decay = prefix.beta.mT  # λ, in the buffer in which the scan writes β
-        grid = programs(problem, DECAY_BLOCK, problem.num_heads, of_keys=True)
     launch(
         _scan_blocks, grid,
         strided(log_decay), sums, prefix, split, factor, counter, *sizes, BLOCKS=blocks, CHUNK=_SCAN_CHUNK,
@@ -147,10 +147,10 @@ def gradient(
     sizes = (problem.query_length, problem.key_length, problem.num_heads, sequences)
     segments = (prefix.last_reset, prefix.next_reset)
     modes = dict(**constants(problem), BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS)
-    heads, blocks, grid = None, *_whole_sequences(problem)
-    if not _fits_a_program(problem):
-        heads, blocks = torch.empty_like(prefix.base), 1
-        grid = programs(problem, DECAY_BLOCK, problem.num_heads, of_keys=True)
+    heads = None
+    is_whole, blocks, grid = _division(problem)
+    if not is_whole:
+        heads = torch.empty_like(prefix.base)
         launch(_segment_heads, grid, row_sums, column_sums, *segments, heads, *sizes, **modes)
     launch(
         _reverse_sums, grid,
@@ -160,14 +160,11 @@ def gradient(
     return grad
 
 
-def _fits_a_program(problem: AttentionProblem) -> bool:
-    """True if one program can have all tokens of a sequence."""
-    return problem.longest_key <= _MOST_TOKENS
-
-
-def _whole_sequences(problem: AttentionProblem) -> tuple[int, int]:
-    """Number of blocks of a program that has all tokens of a sequence, and number of such programs."""
-    return next_power_of_2(cdiv(problem.longest_key, DECAY_BLOCK)), problem.sequences * problem.num_heads
+def _division(problem: AttentionProblem) -> tuple[bool, int, int]:
+    """True if a program has a whole sequence, not a single block; its number of blocks, and the number of programs."""
+    if problem.longest_key <= _MOST_TOKENS:
+        return True, next_power_of_2(cdiv(problem.longest_key, DECAY_BLOCK)), problem.sequences * problem.num_heads
+    return False, 1, programs(problem, DECAY_BLOCK, problem.num_heads, of_keys=True)
 
 
 @triton.jit

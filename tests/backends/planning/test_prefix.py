@@ -22,7 +22,7 @@ LONG = 2**20 + 5 if ON_GPU else 20 * BLOCK + 5
 @pytest.fixture(params=[False, True], ids=["one launch", "two launches"])
 def launches(request, monkeypatch) -> None:
     """One program has all tokens of a sequence, or blocks read what a launch before has summed per block."""
-    monkeypatch.setattr(prefix, "_fits_a_program", lambda problem: not request.param)
+    monkeypatch.setattr(prefix, "_MOST_TOKENS", -1 if request.param else 2**31)
 
 
 def problem_of(log_decay, query_length=None, dtype=torch.float32) -> AttentionProblem:
@@ -110,7 +110,7 @@ def test_prefix_and_gradient(length, query_length, resets, launches, device):
 @pytest.mark.parametrize("length", [prefix._MOST_TOKENS, prefix._MOST_TOKENS + 1])
 def test_long_sequences_take_two_launches(length, device):
     log_decay = torch.randn(1, length, 1, device=device)
-    assert prefix._fits_a_program(problem_of(log_decay)) == (length == prefix._MOST_TOKENS)
+    assert prefix._division(problem_of(log_decay))[0] == (length == prefix._MOST_TOKENS)
     log_decay[0, [700, 1300], 0] = -torch.inf
     check(log_decay)
 
