@@ -168,7 +168,7 @@ def _division(problem: AttentionProblem) -> tuple[bool, int, int]:
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
     return tl.maximum(a, b)
 
 
@@ -322,7 +322,7 @@ def _scan_blocks(
     before += tl.zeros_like(tokens)
     after += tl.zeros_like(tokens)
     if has_resets:
-        before = tl.associative_scan(tl.where(is_reset, tokens, before), 1, _larger)
+        before = tl.associative_scan(tl.where(is_reset, tokens, before), 1, larger)
         coming = tl.where(is_reset, tokens, after)
         coming, after = tl.associative_scan((coming, after), 1, _smaller_before, reverse=True)
     tl.store(prefix.last_reset + here, _by_lanes(before), mask=inside)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from decayattn.backends.planning.prefix import larger
 from decayattn.backends.portable.config import padded
 from decayattn.backends.portable.pages import entry_start, has_place, table_and_blocks, token_offset
 from decayattn.backends.runtime import launching
@@ -164,7 +165,7 @@ def _continue_alpha(held, new, batch_head, heads, tokens, blocks, BLOCK: tl.cons
         offset = token_offset(held.alpha, batch, position, fits, held.table, blocks, PAGE)
         tl.store(alpha + offset, before + tl.cumsum(step, 0), mask=fits)
         before += tl.sum(step, 0)
-        resets = tl.associative_scan(tl.where(is_reset, position, 0), 0, _larger)
+        resets = tl.associative_scan(tl.where(is_reset, position, 0), 0, larger)
         seen = tl.maximum(resets, first)
         tl.store(new.first + batch_head.to(tl.int64) * tokens + token, seen, mask=inside)
         first = tl.max(seen, 0)
@@ -172,8 +173,3 @@ def _continue_alpha(held, new, batch_head, heads, tokens, blocks, BLOCK: tl.cons
     tl.store(held.first + batch_head, first)
     if held.log_evicted is not None:
         tl.store(held.log_evicted + batch_head, float("-inf"), mask=last_reset > 0)
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
