@@ -316,15 +316,7 @@ def gradients_of(
                 "decay_attention: its kernels take no batch of gradients (is_grads_batched); use backend='reference'"
             ) from error
     # recorded gradients are meant to be differentiated again, which this operator refuses
-    with contextlib.nullcontext() if torch.is_grad_enabled() else _below_autograd():
-        return Gradients(*torch.ops.decayattn.backward.default(*inputs, *modes, out, *saved, d_out, d_lse, *requested))
-
-
-def _below_autograd() -> contextlib.AbstractContextManager:
-    """Context of operators that autograd must not see, which Dynamo cannot trace and does not need."""
-    if torch.compiler.is_dynamo_compiling() or compatibility.below_autograd is None:
-        return contextlib.nullcontext()
-    return compatibility.below_autograd()
+    return Gradients(*torch.ops.decayattn.backward.default(*inputs, *modes, out, *saved, d_out, d_lse, *requested))
 
 
 def _is_batch(x: Tensor | None) -> bool:
@@ -385,7 +377,9 @@ def without_gradient(problem, inputs, modes, with_lse):
     if problem is not None:
         out, lse, saved = forward(problem, inputs, modes.backend, with_lse)
         return out, lse, *saved
-    with _below_autograd():
+    # Dynamo cannot trace this context, and does not need it
+    is_visible = torch.compiler.is_dynamo_compiling() or compatibility.below_autograd is None
+    with contextlib.nullcontext() if is_visible else compatibility.below_autograd():
         return torch.ops.decayattn.forward.default(*inputs, *modes, with_lse)
 
 
