@@ -68,9 +68,8 @@ def backends(device: torch.device) -> tuple[dict[str, str], list[str]]:
             if importlib.util.find_spec("triton") is not None:
                 faults.append(f"backend {name} {unchecked[name]}")
             continue
-        broken = interpreter.fails() if (name, device.type) == ("triton", "cpu") else None
         # the interpreter takes no bfloat16, "hopper" only 16 bits
-        if (reason := broken or found.unavailable(torch.float16, device)) is not None:
+        if (reason := found.unavailable(torch.float16, device)) is not None:
             unchecked[name] = reason
     triton = sys.modules.get("triton")
     if device.type == "cuda" and triton is not None and triton.knobs.runtime.interpret:

@@ -18,10 +18,10 @@ def unavailable(dtype: torch.dtype, device: torch.device) -> str | None:
         return None
     if device.type != "cpu":
         return f"it runs on CUDA devices, not on {device}"
-    if not triton.knobs.runtime.interpret:
-        return "on a CPU it needs Triton's interpreter: set TRITON_INTERPRET=1 before triton is imported"
     if reason := interpreter.fails():
         return reason
+    if not triton.knobs.runtime.interpret:
+        return "on a CPU it needs Triton's interpreter: set TRITON_INTERPRET=1 before triton is imported"
     if dtype == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 products wrong; use float16 or float32 there"
     return None
