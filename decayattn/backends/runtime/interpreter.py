@@ -2,17 +2,16 @@
 
 import functools
 import importlib.metadata
-import importlib.util
 
 
 @functools.cache
 def fails() -> str | None:
     """Reason why it cannot run kernels with the installed packages, or None."""
-    if importlib.util.find_spec("numpy") is None:
-        return "Triton's interpreter needs numpy, which is not installed"
     triton, numpy = _installed("triton"), _installed("numpy")
+    if numpy is None:
+        return "Triton's interpreter needs numpy, which is not installed"
     # it converts an array of one element by int(array), which raises from numpy 2.4 on
-    if triton is not None and numpy is not None and _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
+    if triton is not None and _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
         return f"the interpreter of Triton {triton} needs numpy below 2.4, not {numpy}: pip install 'numpy<2.4'"
     return None
 
