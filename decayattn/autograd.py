@@ -272,7 +272,7 @@ def _count_flops() -> None:
 
 def _save(ctx, problem, inputs, modes, with_lse, output):
     """Save the state of a forward for its backward."""
-    ctx.problem, ctx.scale, ctx.modes, ctx.with_lse = problem, inputs.scale, modes, with_lse
+    ctx.problem, ctx.scale, ctx.modes = problem, inputs.scale, modes
     ctx.set_materialize_grads(False)
     out, lse, *saved = output
     ctx.save_for_backward(*inputs.tensors, out, *saved)
@@ -285,7 +285,6 @@ def _differentiate(ctx, d_out, d_lse, *_):
     kept = ctx.saved_tensors
     inputs, out, saved = Inputs(*kept[:_TENSORS], ctx.scale), kept[_TENSORS], Saved(*kept[_TENSORS + 1 :])
     requested = GradientRequest(*_requested(ctx.needs_input_grad))
-    d_lse = d_lse if ctx.with_lse else None
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
     gradients = gradients_of(ctx.problem, inputs, ctx.modes, out, saved, d_out, d_lse, requested)
