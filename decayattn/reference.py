@@ -5,6 +5,7 @@ inputs and in the inputs' own dtype otherwise. A large call is computed in block
 their scores, so that memory grows with the length and not with its square.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -205,14 +206,15 @@ def _attend(
         num_keys: (B, 1), the number of keys; None: T_k.
         first: smallest and largest position of row 0, if the host knows them.
     """
-    keys = inputs.k.shape[1]
+    keys, scale = inputs.k.shape[1], inputs.scale
     k, v = keys_of_heads(problem, inputs.k, inputs.v)
 
-    def attend_rows(inputs: Inputs, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-        return _attend_rows(problem, inputs, i, j, None if num_keys is None else (j < num_keys)[:, None, None])
+    def attend_rows(i: Tensor, j: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        inside = None if num_keys is None else (j < num_keys)[:, None, None]
+        return _attend_rows(problem, Inputs._make((*tensors, scale)), i, j, inside)
 
     if _is_traced(inputs) or inputs.q.shape[:3].numel() * keys <= SCORES_AT_ONCE:
-        return attend_rows(inputs._replace(k=k, v=v), i, torch.arange(keys, device=i.device))
+        return attend_rows(i, torch.arange(keys, device=i.device), *inputs._replace(k=k, v=v)[:-1])
     batch, rows, heads, _ = inputs.q.shape
     step, results = max(1, SCORES_AT_ONCE // (batch * heads * keys)), []
     for start in range(0, rows, step):
@@ -223,11 +225,7 @@ def _attend(
             bias=None if inputs.bias is None else block_of_bias(inputs.bias, some, seen),
         )
         j = torch.arange(seen.start, seen.stop, device=i.device)
-
-        def rows_of(*tensors: Tensor, at: Tensor = i[..., some], j: Tensor = j, scale: float = inputs.scale):
-            return attend_rows(Inputs._make((*tensors, scale)), at, j)
-
-        results.append(_Recomputed.apply(rows_of, *block.tensors))
+        results.append(_Recomputed.apply(functools.partial(attend_rows, i[..., some], j), *block.tensors))
     outs, lses = zip(*results, strict=True)
     return torch.cat(outs, 1), torch.cat(lses, 2)
 
