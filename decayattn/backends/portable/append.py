@@ -38,17 +38,15 @@ def append(
     first = None if cache.first is None else cache.first[..., None].expand(-1, -1, tokens)
     with launching.on_device(k.device):
         copied, summed = (min(next_power_of_2(tokens), most) for most in (_MOST_COPIED, _MOST_SUMMED))
-        copies, sums, heads = batch * kv_heads * cdiv(tokens, copied), 0, 0
-        new_first = None
+        copies, heads, new_first = batch * kv_heads * cdiv(tokens, copied), 0, None
         if log_decay is not None:
             heads = log_decay.shape[2]
-            sums = batch * heads
             new_first = first = torch.empty(batch, heads, tokens, device=k.device, dtype=torch.int32)
         given = (k, v, log_decay, counted, *cache)
         table, blocks = table_and_blocks(cache.block_table)
         launch = launching.of_call(k.device, given, k.shape, value_dim, heads, page, blocks)
         launch(
-            append_kernel, copies + sums,
+            append_kernel, copies + batch * heads,
             HeldTokens(
                 strided(cache.keys), strided(cache.values), cache.lengths, cache.first, cache.log_evicted,
                 strided(cache.alpha), table,
