@@ -75,9 +75,7 @@ def backward(
     """Return the gradients of q, k, v and a scale per row, and as requested of log_decay and bias."""
     q, k, v, log_decay, row_scale, bounds, _, sink, scale = inputs
     bias = _bias_to_read(inputs)
-    # None if their gradient is not requested
     decay_gradient, bias_gradient, _ = requested
-    decay_leaf, bias_leaf = log_decay if decay_gradient else None, bias if bias_gradient else None
     row_lse2, prefix, first_block = saved.row_lse2, saved.prefix, saved.first_block
     with launching.on_device(problem.device):
         dq = contiguous_like(q) if dq is None else dq
@@ -117,8 +115,8 @@ def backward(
         decay = _decay(problem, log_decay, prefix)
         of_keys = kernel_args.KeyGradients(strided(dk), strided(dv), column_sums)
         d_bias, shared_bias = None, False
-        if bias_leaf is not None:
-            d_bias, shared_bias = _bias_gradient(problem, bias_leaf, row_lse2, deterministic)
+        if bias is not None and bias_gradient:
+            d_bias, shared_bias = _bias_gradient(problem, bias, row_lse2, deterministic)
         of_queries = kernel_args.QueryGradients(strided(dq), decay_sums, row_scale_grad, broadcast(d_bias))
         precision, most = config.dot_precision(), _MOST_PROGRAMS_OF_BOTH * launching.multiprocessors(problem.device)
         tile = _small_tile(problem, config.arch(problem.device), most, gradients=True)
@@ -148,15 +146,15 @@ def backward(
             )
 
         d_decay = None
-        if decay_leaf is not None and decay_sums is not None:
+        if log_decay is not None and decay_sums is not None:
             if column_sums is None:
-                d_decay = decay_sums.sum((0, 2), dtype=torch.float64).to(decay_leaf.dtype)
+                d_decay = decay_sums.sum((0, 2), dtype=torch.float64).to(log_decay.dtype)
             else:
-                d_decay = decay_prefix.gradient(problem, prefix, decay_sums, column_sums, decay_leaf, sequences, launch)
+                d_decay = decay_prefix.gradient(problem, prefix, decay_sums, column_sums, log_decay, sequences, launch)
         d_scale = None if row_scale_grad is None else row_scale_grad.transpose(1, 2)
-        if bias_leaf is not None and d_bias is not None:
-            shape = bias_leaf.shape
-            d_bias = d_bias.sum_to_size((1,) * (4 - len(shape)) + shape).reshape(shape).to(bias_leaf.dtype)
+        if bias is not None and d_bias is not None:
+            shape = bias.shape
+            d_bias = d_bias.sum_to_size((1,) * (4 - len(shape)) + shape).reshape(shape).to(bias.dtype)
         return Gradients(dq, dk, dv, d_decay, d_scale, d_bias)
 
 
