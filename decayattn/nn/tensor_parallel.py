@@ -98,57 +98,54 @@ class PartwiseLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """Copy of this rank's rows of every part, without a gradient; read-only, see JoinedParts."""
-        return self._stored("weight")
+        return self._copy(self._parts()["weight"])
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
-        return self._stored("bias") if "bias_0" in self._parameters else None
+        parts = self._parts()
+        return self._copy(parts["bias"]) if "bias" in parts else None
 
     def reset_parameters(self) -> None:
         """Reset to the initial values of the whole Linear. Without the same seed on all ranks: those of rank 0."""
-        parts = {name: self._parts(name) for name in ("weight", "bias") if f"{name}_0" in self._parameters}
-        reset_whole(self, parts, zero_bias=self.zero_bias)
+        reset_whole(self, self._parts(), zero_bias=self.zero_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sum_gradient:
             x = replicated(x, self.mesh)
         # joined for one product, with its parts as slices of the result; the copy is small compared with x · weight
-        return F.linear(x, self._rows("weight"), self._rows("bias") if "bias_0" in self._parameters else None)
+        own = {name: [local_part(part, self.mesh) for part in parts] for name, parts in self._parts().items()}
+        return F.linear(x, **{name: torch.cat(parts) for name, parts in own.items()})
 
-    def _rows(self, name: str) -> Tensor:
-        """This rank's rows of every part."""
-        return torch.cat([local_part(part, self.mesh) for part in self._parts(name)])
+    def _parts(self) -> dict[str, list[Any]]:
+        """The parts of "weight", and those of "bias" if the Linear has one."""
+        names = [name for name in ("weight", "bias") if f"{name}_0" in self._parameters]
+        return {name: [self._parameters[f"{name}_{index}"] for index in range(len(self.sizes))] for name in names}
 
-    def _stored(self, name: str) -> Tensor:
-        return torch.cat([part.detach().to_local() for part in self._parts(name)]).as_subclass(JoinedParts)
-
-    def _parts(self, name: str) -> list[Any]:
-        return [self._parameters[f"{name}_{index}"] for index in range(len(self.sizes))]
+    def _copy(self, parts: list[Any]) -> Tensor:
+        return torch.cat([part.detach().to_local() for part in parts]).as_subclass(JoinedParts)
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        for name in ("weight", "bias"):
-            if f"{name}_0" in self._parameters:
-                destination[prefix + name] = fuse(part.detach() for part in self._parts(name))
+        for name, parts in self._parts().items():
+            destination[prefix + name] = torch.cat([whole(part.detach()) for part in parts])
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:
-        expected = {name for name in ("weight", "bias") if f"{name}_0" in self._parameters}
+        own = self._parts()
         given = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
         given -= self._parameters.keys()  # torch.distributed.checkpoint adds the module's own parameters
         if strict:
-            missing_keys += [prefix + name for name in sorted(expected - given)]
-            unexpected_keys += [prefix + name for name in sorted(given - expected)]
-        for name in expected & given:
+            missing_keys += [prefix + name for name in sorted(own.keys() - given)]
+            unexpected_keys += [prefix + name for name in sorted(given - own.keys())]
+        for name in sorted(own.keys() & given):  # whole() needs the same order on every rank
             value = whole(state_dict[prefix + name])
-            shape = (sum(self.sizes), *self._parameters[f"{name}_0"].shape[1:])  # type: ignore[union-attr]
+            shape = (sum(self.sizes), *own[name][0].shape[1:])
             if value.shape != shape:
                 error_msgs.append(f"size mismatch for {prefix}{name}: {tuple(value.shape)} here, expected {shape}")
                 continue
             with torch.no_grad():
-                for index, part in enumerate(value.split([*self.sizes])):
-                    parameter: Any = self._parameters[f"{name}_{index}"]
+                for parameter, part in zip(own[name], value.split([*self.sizes]), strict=True):
                     parameter.copy_(_distribute(part, parameter.device_mesh, *parameter.placements))
 
 
@@ -182,11 +179,6 @@ class HeadwiseParallel(ParallelStyle):
         module.split_sizes = tuple(size // ranks for size in module.split_sizes)
         module.tensor_mesh = device_mesh
         return module
-
-
-def fuse(parts: Iterable[Tensor]) -> Tensor:
-    """Join the parts of a partwise parameter or its optimiser state, whole on every rank; a collective for DTensors."""
-    return torch.cat([whole(part) for part in parts])
 
 
 def _replace(owner: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
