@@ -123,21 +123,18 @@ def context_parallel_attention(
         _check_mode(mode, reach, q, slices, only_heads, cu_seqlens is not None)
         check_bias(bias, q, k, sum(slices.lengths))
         limits = limits._replace(reach=None if reach is None else check_count("reach", reach))
-        kernels: str | None = registry.select(problem, backend)
-        if kernels == "reference":
-            kernels = None
-        elif mode == "halo" and cu_seqlens is None:
-            # the backend for the slice alone; it may refuse these very tensors
-            kernels = registry.resolve(problem, backend, inputs)
+        runs_kernels = registry.select(problem, backend) != "reference"
+        if runs_kernels and mode == "halo" and cu_seqlens is None:
+            registry.resolve(problem, backend, inputs)  # refuses tensors that the backend cannot take
         requires_grad = (x is not None and x.requires_grad for x in (*inputs.tensors, bias))
         check.options = {
             "mode": mode, "reach": limits.reach, **options, "sink": sink is not None, "return_lse": return_lse,
-            "backend": (backend, kernels is not None), **{name: x is not None for name, x in only_heads.items()},
+            "backend": (backend, runs_kernels), **{name: x is not None for name, x in only_heads.items()},
             "causal": causal, "bias": None if bias is None else (tuple(bias.shape), bias.dtype),
             "requires_grad": (torch.is_grad_enabled(), *requires_grad),
         }
         if mode == "halo":
-            return halo.attention(slices, problem, inputs, limits, kernels, backend, return_lse, check)
+            return halo.attention(slices, problem, inputs, limits, runs_kernels, backend, return_lse, check)
         heads_options = only_heads if cu_seqlens is None else {"causal": causal}
         return ulysses.attention(
             slices, q, k, v, inputs.log_decay, inputs.any_scale, cu_seqlens, limits.max_seqlen, check, sink=sink,

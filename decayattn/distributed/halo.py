@@ -56,15 +56,15 @@ class Settings(NamedTuple):
 
 
 def attention(
-    slices: Slices, problem: AttentionProblem, inputs: Inputs, limits: ViewLimits, kernels: str | None,
+    slices: Slices, problem: AttentionProblem, inputs: Inputs, limits: ViewLimits, runs_kernels: bool,
     backend: BackendName, return_lse: bool, check: OptionCheck,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """One exchange, and attention of this rank's rows. problem and inputs are those of the slice alone.
 
-    kernels: the backend for that slice; any name with packed sequences, None for the reference, which skips nothing.
+    runs_kernels: False for the reference, which skips nothing.
     The check of options comes before the first collective and after all launches that need none.
     """
-    packed, runs_kernels, decays = limits.cu_seqlens is not None, kernels is not None, problem.decay != "none"
+    packed, decays = limits.cu_seqlens is not None, problem.decay != "none"
     waits = limits.reach is None and (decays or packed)
     planned = limits.reach is None and runs_kernels and decays and problem.skip_tolerance > 0
     if waits and inputs.q.is_cuda and torch.cuda.is_current_stream_capturing():
