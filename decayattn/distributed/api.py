@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from decayattn.problem import AttentionProblem, BackendName, Inputs, SkipToleran
 from decayattn.validation import check_arguments, check_bias, check_bool, check_count, check_offsets, check_same
 
 ModeName = Literal["halo", "heads"]
-MODES = get_args(ModeName)
 
 
 @validation.hide_unknown
@@ -114,7 +113,6 @@ def context_parallel_attention(
                 "exchanges; call it outside, with the samples as its batch"
             )
         check_bool("return_lse", return_lse)
-        registry.check_name(backend)
         slices, problem, inputs, limits, options = _sliced(
             check, q, k, v, log_decay, scale, window_size, sink, lengths, cu_seqlens, max_seqlen, skip_tolerance,
             only_heads,
@@ -188,9 +186,7 @@ class ContextParallel(NamedTuple):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, **options: Any) -> Tensor:
         """context_parallel_attention with these settings."""
-        return context_parallel_attention(
-            q, k, v, log_decay, group=self.group, mode=self.mode, lengths=self.lengths, reach=self.reach, **options
-        )
+        return context_parallel_attention(q, k, v, log_decay, **self._asdict(), **options)
 
 
 @torch.no_grad()
@@ -303,7 +299,7 @@ def _checked_longest(q: Tensor, slices: Slices, cu_seqlens: Tensor | None, max_s
 
 
 def _check_mode(mode: ModeName, reach: int | None, q: Tensor, slices: Slices, only_heads: dict, packed: bool) -> None:
-    if mode not in MODES:
+    if mode not in ("halo", "heads"):
         raise ValueError(f"mode: expected 'halo' or 'heads', got {mode!r}")
     given = [name for name, x in only_heads.items() if name != "causal" and x is not None]
     if mode == "halo":
