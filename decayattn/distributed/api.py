@@ -135,8 +135,8 @@ def context_parallel_attention(
             return halo.attention(slices, problem, inputs, limits, runs_kernels, backend, return_lse, check)
         heads_options = only_heads if cu_seqlens is None else {"causal": causal}
         return ulysses.attention(
-            slices, q, k, v, inputs.log_decay, inputs.any_scale, cu_seqlens, limits.max_seqlen, check, sink=sink,
-            window_size=window_size, return_lse=return_lse, skip_tolerance=skip_tolerance, backend=backend,
+            slices, q, k, v, cu_seqlens, limits.max_seqlen, check, log_decay=inputs.log_decay, scale=inputs.any_scale,
+            sink=sink, window_size=window_size, return_lse=return_lse, skip_tolerance=skip_tolerance, backend=backend,
             **heads_options,
         )
 

@@ -18,22 +18,18 @@ from decayattn.functional import decay_attention, decay_attention_varlen
 
 
 def attention(
-    slices: Slices, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: Tensor | float,
-    cu_seqlens: Tensor | None, max_seqlen: int, check: OptionCheck, **options: Any,
+    slices: Slices, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int, check: OptionCheck,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Two exchanges around one call of decay_attention, or of decay_attention_varlen, with these options."""
     kv_heads = math.lcm(k.shape[2], slices.ranks)
-    per_row: dict[str, Any] = {"log_decay": log_decay, "scale": scale}
-    per_row = {name: x for name, x in per_row.items() if isinstance(x, Tensor) and x.ndim > 2}
-    columns = (x[..., None].flatten(3) for x in per_row.values())  # a log_decay may have a gate per direction
+    per_row = [name for name in ("log_decay", "scale") if isinstance(options[name], Tensor) and options[name].ndim > 2]
+    columns = (options[name][..., None].flatten(3) for name in per_row)  # a log_decay may have a gate per direction
     q, k, v, *exchanged = RowsToHeads.apply(slices, kv_heads, check, q, k, v, *columns)
-    options |= {"log_decay": log_decay, "scale": scale}
     options |= {name: x.squeeze(-1) for name, x in zip(per_row, exchanged, strict=True)}
-    if log_decay is not None and log_decay.ndim == 1:
-        options["log_decay"] = _own_heads(log_decay, 0, slices, kv_heads)
-    for name, axis in (("sink", 0), ("bias", -3)):
+    for name, axis in (("log_decay", 0), ("sink", 0), ("bias", -3)):
         x = options.get(name)
-        if x is not None and x.ndim >= -axis and x.shape[axis] > 1:
+        if name not in per_row and x is not None and x.ndim >= -axis and x.shape[axis] > 1:
             options[name] = _own_heads(x, axis, slices, kv_heads)
     if cu_seqlens is None:
         result = decay_attention(q, k, v, **options)
