@@ -1,9 +1,4 @@
-"""Decay modules: they map the layer's input to the log-decay that decay_attention takes.
-
-Any module that maps x (B, T, embed_dim) to log_decay, (H,), (B, T, H) or (B, T, H, 2) in float32, can be a layer's
-decay. Both modules here derive from Decay, which keeps their parameters in float32 when the model is converted to 16
-bits.
-"""
+"""Decay modules: they map the layer's input to the log-decay that decay_attention takes."""
 
 import functools
 import math
@@ -79,12 +74,12 @@ def _refuse_16_bits(forward: Callable) -> Callable:
 
 
 class Decay(Spared):
-    """Base of the decay modules: forward maps x (B, T, embed_dim) to log_decay (H,) or (B, T, H), natural logarithm.
+    """Base of the decay modules: forward maps x (B, T, embed_dim) to log_decay (H,), (B, T, H) or (B, T, H, 2).
 
-    log_decay is float32, or float64 for a float64 x. The parameters and buffers, and those of children, stay float32
-    under `.bfloat16()`, `.half()` and `.to(dtype)`, and if load_state_dict brings 16 bits; they follow `.double()`. If
-    16-bit parameters come in another way, forward raises: the logit of a slow head, near 7, has steps of 0.03 in
-    bfloat16, and an error in λ adds up over tokens.
+    log_decay is a natural logarithm in float32, or float64 for a float64 x. The parameters and buffers, and those of
+    children, stay float32 under `.bfloat16()`, `.half()` and `.to(dtype)`, and if load_state_dict brings 16 bits; they
+    follow `.double()`. If 16-bit parameters come in another way, forward raises: the logit of a slow head, near 7, has
+    steps of 0.03 in bfloat16, and an error in λ adds up over tokens.
     """
 
     tensor_mesh: Any = None  # DeviceMesh of tensor parallelism, which shards the heads
@@ -151,10 +146,6 @@ class ScalarDecay(Decay):
     logarithm, and head 0 has the shortest. With a zero weight the half-lives are the requested ones at any scale of x.
     The weight learns from the first step on, because its gradient is x times that of the gate's logit.
 
-    decayattn.nn.parameter_groups spares both parameters from weight decay, which would pull the biases to 0, a
-    half-life of one token. Mixed precision rounds the parameters that it casts, and forward then raises: see
-    decayattn.nn.fully_shard_attention.
-
     Args:
         embed_dim: width of x.
         num_heads: query heads H.
@@ -207,8 +198,6 @@ class ScalarDecay(Decay):
     def half_lives(self, x: Tensor) -> Tensor:
         """Half-life in tokens of every gate for x, (B, T, H) or (B, T, H, 2).
 
-        record_half_lives gives that of a head over a text.
-
         A collective if the parameters are sharded. Under tensor parallelism, the heads are this rank's.
         """
         gathered = is_dtensor(self.weight) and not is_dtensor(x)
@@ -236,12 +225,6 @@ class ConstantDecay(Decay):
     buffer. Learned ones are γ_h = sign_h · exp(log_rate_h) with a parameter log_rate. A step then changes a rate by a
     factor, so slow and fast heads learn alike, and no step turns decay into growth. A head that starts with growth (a
     value above 0) keeps growing. 0 has no logarithm and raises.
-
-    decayattn.nn.parameter_groups spares log_rate from weight decay, which would pull every head to γ = ±1, a half-life
-    of 0.7 tokens.
-
-    A slice of the heads, as in tensor parallelism, is a slice of the values for all heads:
-    `ConstantDecay.from_values(alibi_log_decay(32)[8:16])`.
 
     Args:
         values: γ_h in natural logarithm, one finite number per query head: a sequence, or a tensor (H,). With a value
