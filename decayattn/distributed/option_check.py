@@ -54,8 +54,7 @@ class OptionCheck:
         """Raise ValueError with the name of an option that differs, or RuntimeError if a rank has raised.
 
         Compares once per call, before any other collective: ranks with other options might wait for each other in it.
-        On a GPU the host waits only for the first call with these options in this group. In later calls an assertion on
-        the device fails instead. A CUDA graph needs an earlier call.
+        On a GPU the host waits only for options that are new to the group; later, an assertion on the device fails.
         """
         if self._compared:
             return

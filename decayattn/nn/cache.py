@@ -38,10 +38,9 @@ class DecayCache:
     is exact at any length. A constant decay needs only positions, and stores no α. The first log-decay of a sequence is
     never used. One below −746 is a reset: it counts as 0 in α, and hides all tokens before its own.
 
-    DecayFlashAttention calls `attend` when it gets `cache=`. Entries may have different lengths. `new_lengths` gives
-    the number of valid tokens in each entry of a right-padded call. The rest may hold any values, and later tokens
-    overwrite it. The host does not wait for the lengths. It knows only an upper bound on them, `longest`, to which a
-    call adds all its tokens, padding included.
+    DecayFlashAttention calls `attend` when it gets `cache=`. Entries may have different lengths, for which the host
+    does not wait. It knows only an upper bound on them, `longest`, to which a call adds all its tokens, padding
+    included.
 
     Without a window, no length may exceed max_length. If a call's tokens do not fit by `longest`, the call reads the
     lengths, which synchronises with the device, and raises if one is too large. `evict` makes space where the decay has
@@ -150,8 +149,8 @@ class DecayCache:
             q, k, v, log_decay, scale, window_size, sink, skip_tolerance, backend: as in decay_attention, for the T new
                 tokens: a log_decay or scale per token covers only these. q, k and v have the dtype of the cache, also
                 under autocast. A call's window must not be wider than the cache's.
-            new_lengths: (B,) int32 or int64, number of valid new tokens in each entry (clamped to 0 … T). The outputs
-                of the others are undefined.
+            new_lengths: (B,) int32 or int64, number of valid new tokens in each entry (clamped to 0 … T). The others
+                may hold any values, and later tokens overwrite them. Their outputs are undefined.
             unshifted: for a layer that mixes tokens with the one before: k and v before that. `last_unshifted` returns
                 those of the last token.
 
