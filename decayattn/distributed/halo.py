@@ -64,18 +64,11 @@ def attention(
     runs_kernels: False for the reference, which skips nothing.
     The check of options comes before the first collective and after all launches that need none.
     """
-    packed, decays = limits.cu_seqlens is not None, problem.decay != "none"
-    waits = limits.reach is None and (decays or packed)
-    planned = limits.reach is None and runs_kernels and decays and problem.skip_tolerance > 0
-    if waits and inputs.q.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "reach: expected a number in a CUDA graph, because the host waits for the size of a planned halo, got "
-            "None; pass reach, or mode='heads'"
-        )
+    planned = limits.reach is None and runs_kernels and problem.decay != "none"
     tolerance = tolerance_share(problem) if planned else problem.skip_tolerance
     with torch.no_grad():
         plan, terms = make_plan(slices, problem, inputs, limits, tolerance if planned else 0.0, check)
-    rows = slices.length if packed else _near_rows(plan, 1 if terms is None else GRANULE)
+    rows = slices.length if limits.cu_seqlens is not None else _near_rows(plan, 1 if terms is None else GRANULE)
     if terms is not None:
         terms = terms[0], terms[1][:, :, rows // GRANULE :]  # of blocks and of granules
     settings = Settings(plan, rows, limits, tolerance, backend, return_lse, inputs.scale)

@@ -106,6 +106,11 @@ def make_plan(
         firsts = tuple(max(0, begin - reach) for begin in slices.offsets[:-1])
         begins = on_device(firsts, problem.device)[:, None].expand(slices.ranks, batch * kv_heads)
         return HaloPlan(slices, begins, kv_heads, [[first] * batch * kv_heads for first in firsts], rows), None
+    if inputs.q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "reach: expected a number in a CUDA graph, because the host waits for the size of a planned halo, got "
+            "None; pass reach, or mode='heads'"
+        )
     found, terms = first_keys(slices, problem, inputs, limits, tolerance, check)
     check.width = 0
     everyone = all_gather(found, slices.ranks, slices.group)
