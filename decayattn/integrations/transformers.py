@@ -62,8 +62,7 @@ _OF_TRANSFORMERS |= {field.name for field in dataclasses.fields(PreTrainedConfig
 _OF_TRANSFORMERS |= set(transformers.GenerationConfig().to_dict())
 
 # the cache's name as an argument and output of every model: "cache" since transformers 5.24, "past_key_values" before
-_OUTPUTS = {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}
-_CACHE = "cache" if "cache" in _OUTPUTS else "past_key_values"
+_CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 
 
 class DecayConfig(PreTrainedConfig):
