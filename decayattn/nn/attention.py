@@ -243,13 +243,9 @@ class DecayFlashAttention(Spared):
                 entry of x. The rest is padding: it may hold any values, and its outputs are undefined.
             log_decay: (B, T, H), or (H,) for a constant one, or (B, T, H, 2) with causal=False, float32 (float64 with
                 float64 tokens): the decay of this call, instead of the layer's own module. The module is not called and
-                gets no gradient, so build the layer with decay="none" if no call needs it. For irregular time steps,
-                pass a rate per second times the seconds since the previous token::
-
-                    layer(x, log_decay=-rates * seconds[..., None])   # rates (H,), seconds (B, T)
-
-                Under tensor parallelism every rank passes all heads. With a context it covers the tokens of the slice,
-                with memory those of memory.
+                gets no gradient, so build the layer with decay="none" if no call needs it. Under tensor parallelism
+                every rank passes all heads. With a context it covers the tokens of the slice, with memory those of
+                memory. RECIPES.md has an example with irregular time steps.
             memory: (B, T_k, embed_dim), for cross-attention. Keys, values and decay come from it, queries and the
                 output gate from x. Both sequences end at the same position: token i of x is at position i + T_k − T of
                 memory. This has a meaning if both share one clock. Otherwise build the layer with causal=False and

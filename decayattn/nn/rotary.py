@@ -14,9 +14,7 @@ _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 class Rotary(nn.Module):
     r"""Rotary embeddings (Su et al., arXiv 2104.09864) in Llama's convention, without parameters.
 
-    At position t, channels c and c + dim/2 of q and k turn by the angle t · base^(−2c/dim), in float32::
-
-        layer = DecayFlashAttention(512, 8, position=Rotary())
+    At position t, channels c and c + dim/2 of q and k turn by the angle t · base^(−2c/dim), in float32.
 
     Positions count from `start`. A layer passes it with a cache and with a context. In packed sequences they continue
     across documents; within a document, scores depend only on their differences.
