@@ -170,14 +170,14 @@ class DecayCache:
             if x.shape != like.shape or x.device != like.device:
                 raise ValueError(f"unshifted: expected the shape and device of {name}, {tuple(like.shape)}, got others")
             refuse_gradients(unshifted=x)
-        self._check_tokens(k, v, per_token, new_lengths)
+        counted = self._check_tokens(k, v, per_token, new_lengths)
         refuse_gradients(q=q, log_decay=rates, scale=scale, sink=sink)
         if self._left is not None and (left is None or left > self._left):
             raise ValueError(
                 f"window_size: expected one within the cache's, {self.window_size}, because older tokens leave it; "
                 f"got {window_size}"
             )
-        counted, is_first = _valid_lengths(new_lengths, q.shape[1]), self.longest == 0
+        is_first = self.longest == 0
         # "hopper" cannot append
         decoder = registry.decoder("auto" if is_first and backend == "hopper" else backend, k.dtype, k.device)
         self._prepare(k)
@@ -211,11 +211,11 @@ class DecayCache:
                 takes, or none. All tokens of a cache have the same kind.
             new_lengths: as in `attend`; the errors, too.
         """
-        self._check_tokens(k, v, log_decay, new_lengths)
+        counted = self._check_tokens(k, v, log_decay, new_lengths)
         self._prepare(k)
         replaced = self._make_room(k.shape[1])
         decoder = registry.decoder("auto", k.dtype, k.device)
-        self._append(decoder, k, v, log_decay, _valid_lengths(new_lengths, k.shape[1]))
+        self._append(decoder, k, v, log_decay, counted)
         self._restore_buffers(replaced)
 
     def last_unshifted(self) -> tuple[Tensor, ...]:
@@ -465,8 +465,10 @@ class DecayCache:
         sizes = ", ".join(f"{name}={getattr(self, name)}" for name in names)
         return f"{type(self).__name__}({sizes}, device={self.device and str(self.device)!r}, dtype={self.dtype})"
 
-    def _check_tokens(self, k: Tensor, v: Tensor, log_decay: Tensor | None, new_lengths: Tensor | None) -> None:
-        """Refuse tokens that cannot be appended."""
+    def _check_tokens(
+        self, k: Tensor, v: Tensor, log_decay: Tensor | None, new_lengths: Tensor | None
+    ) -> Tensor | None:
+        """Refuse tokens that cannot be appended. Return the number of valid ones in each entry, (B,) int32."""
         check_tensor("k", k, self.device, "the cache")
         device, dtype = k.device, k.dtype if self.dtype is None else self.dtype
         validation.check_dtype("k", dtype)
@@ -495,6 +497,7 @@ class DecayCache:
         if new_lengths is not None:
             check_counts("new_lengths", new_lengths, device, "(B,)", (self.batch_size,), "the cache")
         refuse_gradients(k=k, v=v, log_decay=log_decay)
+        return None if new_lengths is None else new_lengths.clamp(0, tokens).to(torch.int32)
 
     def _check_room(self, name: str, tokens: int) -> None:
         """Refuse more tokens than fit."""
@@ -581,8 +584,3 @@ class DecayCache:
         if not validation.is_finite(value) or value < lowest:
             raise ValueError(f"{name}: expected a finite number{expected}, got {value}")
         return torch.full((self.num_heads,), float(value), device=self.device, dtype=torch.float64)
-
-
-def _valid_lengths(new_lengths: Tensor | None, tokens: int) -> Tensor | None:
-    """Number of valid new tokens in each entry, (B,) int32."""
-    return None if new_lengths is None else new_lengths.clamp(0, tokens).to(torch.int32)
