@@ -433,6 +433,22 @@ def test_divided_parameters_refuse_changes_as_a_whole(device):
 
 
 @on_ranks
+def test_divided_layer_loads_dtensors(device):
+    """Ranks gather weight and bias in the same order, even if a set of these names has another order on each."""
+    single, divided = (model_of("scalar", device, **EVERYTHING)[0].attention for _ in range(2))
+    with torch.no_grad():
+        divided.in_proj.weight.zero_()
+        divided.in_proj.bias.zero_()
+    divide(divided, device)
+    mesh, names = init_device_mesh(device, (2,)), ("in_proj.weight", "in_proj.bias")
+    expected = {name: single.state_dict()[name] for name in names}
+    loaded = {name: distribute_tensor(x, mesh, [Shard(0)]) for name, x in expected.items()}
+    assert not divided.load_state_dict(loaded, strict=False).unexpected_keys
+    found = divided.state_dict()
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+@on_ranks
 @pytest.mark.parametrize("options", [{}, {"scale": None}, {"scale": 0.5, "qk_norm": "per_head"}])
 def test_divided_layer_bounds_its_own_heads(device, options):
     single = model_of("scalar", device, **EVERYTHING | options)[0].attention
