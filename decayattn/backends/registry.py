@@ -16,7 +16,7 @@ from decayattn.problem import AttentionProblem, BackendName, GradientRequest, Gr
 KERNELS = {"triton": "decayattn.backends.portable.backend", "hopper": "decayattn.backends.hopper.backend"}
 # candidates of "auto", the fastest first among those that are profitable
 AUTOMATIC: tuple[BackendName, ...] = ("hopper", "triton")
-# kernel backends that are Decoders
+# kernel backends that are Decoders; a few new rows do not fill the tiles of "hopper"
 DECODERS: tuple[BackendName, ...] = ("triton",)
 NAMES = get_args(BackendName)
 

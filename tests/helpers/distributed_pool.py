@@ -10,6 +10,7 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -47,22 +48,22 @@ class Pool:
             context.Process(target=_work, args=(rank, *arguments, self.calls[rank], self.results), daemon=True)
             for rank in range(self.ranks)
         ]
-        for process in self.processes:
-            process.start()
-
-    def __call__(self, function, *args):
-        """Results of function(*args) on every rank, a function of a module. Raises what the ranks have raised."""
-        return self.run(function, *args)
+        for rank, process in enumerate(self.processes):
+            # sets have another order on each rank, which must not be that of collectives
+            with mock.patch.dict(os.environ, PYTHONHASHSEED=str(rank)):
+                process.start()
 
     def run(self, function, *args, seconds=_SECONDS, **kwargs):
-        """Results of function(group, *args, **kwargs) on every rank; function is "module.name". Raises what the ranks
-        have raised."""
+        """Results of function(*args, **kwargs) on every rank, a function of a module, or its "module.name", which gets
+        the group first. Raises what the ranks have raised."""
         results = self.outcomes(function, *args, seconds=seconds, **kwargs)
         errors = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(results) if error]
         if errors:
             self.broken = True
             raise Failed("\n".join(errors))
         return [result for _, result in results]
+
+    __call__ = run
 
     def outcomes(self, function, *args, seconds=_SECONDS, **kwargs):
         """(traceback or None, result) of every rank; seconds: from when all ranks have begun the call."""

@@ -436,9 +436,8 @@ def test_divided_parameters_refuse_changes_as_a_whole(device):
 def test_divided_layer_loads_dtensors(device):
     """Ranks gather weight and bias in the same order, even if a set of these names has another order on each."""
     single, divided = (model_of("scalar", device, **EVERYTHING)[0].attention for _ in range(2))
-    with torch.no_grad():
-        divided.in_proj.weight.zero_()
-        divided.in_proj.bias.zero_()
+    for parameter in divided.in_proj.parameters():
+        parameter.data.zero_()
     divide(divided, device)
     mesh, names = init_device_mesh(device, (2,)), ("in_proj.weight", "in_proj.bias")
     expected = {name: single.state_dict()[name] for name in names}

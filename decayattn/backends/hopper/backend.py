@@ -12,10 +12,7 @@ from decayattn.backends.runtime import launching, tma
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.problem import AttentionProblem, Inputs
 
-__all__ = ["append", "backward", "decode", "forward", "is_profitable", "unavailable", "unsupported"]
-
-# no kernels for decoding: a few new rows do not fill the tiles of a warpgroup
-append = decode = None
+__all__ = ["backward", "forward", "is_profitable", "unavailable", "unsupported"]
 
 # key biases are divided by the scale and must stay in bfloat16's range
 _MIN_SCALE = 1e-6

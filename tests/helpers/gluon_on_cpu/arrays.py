@@ -68,10 +68,10 @@ class Array:
     __slots__ = ("data", "dtype")
     __array_ufunc__ = None  # NumPy's operators defer to ours
     __hash__ = None
+    layout = None
 
     def __init__(self, data: np.ndarray | float, dtype: Type) -> None:
-        self.data = rounded(np.asarray(data), dtype)
-        self.dtype = dtype
+        self.data, self.dtype = rounded(np.asarray(data), dtype), dtype
 
     @classmethod
     def as_is(cls, data: np.ndarray, dtype: Type) -> "Array":
@@ -99,10 +99,6 @@ class Array:
     @property
     def type(self) -> "Array":
         return self
-
-    @property
-    def layout(self) -> None:
-        return None
 
     def to(self, dtype: Type, bitcast: bool = False) -> "Array":
         if bitcast:

@@ -82,9 +82,7 @@ class Shared:
     """A view of a buffer: the place of each of its elements."""
 
     def __init__(self, buffer: Buffer, dtype: Type, at: np.ndarray) -> None:
-        self.buffer = buffer
-        self.dtype = dtype
-        self.at = at
+        self.buffer, self.dtype, self.at = buffer, dtype, at
         self._grains: Grains | None = None
         self._parts: dict = {}
 
