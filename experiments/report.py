@@ -180,7 +180,7 @@ def wrapped(text: str) -> list[str]:
 SPEED_FILE = "benchmark_sustained.json"
 # tables of their own: file, title, causal
 MORE_SPEEDS = (
-    ("benchmark_sustained_triton38.json", "Newer kernels (f6df9d9) with Triton 3.8, without CUDA graphs", True),
+    ("benchmark_sustained_triton38.json", "Newer kernels with Triton 3.8, without CUDA graphs", True),
     ("benchmark_sustained_triton36.json", "The same with Triton 3.6", True),
     ("benchmark_sustained_not_causal.json", "Not causal", False),
     ("benchmark_sustained_wide.json", "More than 128 columns (D, or D/D_v)", True),
