@@ -29,7 +29,7 @@ from benchmarks.training import BASELINE, IDENTITY, setting_of
 from language_models.schemes import SCHEMES
 from matplotlib.figure import Figure
 from shared.provenance import ROOT, trees_of
-from studies.length_extrapolation import DEPTHS, bits_of, cells_of_table, kilo, runs_of
+from studies.length_extrapolation import DEPTHS, bits_of, cells_of_table, kilo, runs_of, sizes_of
 from studies.recall import in_order, selected
 
 # the pages, and the folder of results as each links to it
@@ -446,10 +446,10 @@ def loss_over_position(results: Results, name: str) -> list[str]:
     texts = " and ".join(f"{number} texts of {kilo(length)}" for length, number in crops)
     head, *rows = cells_of_table(report)
     title = f"Bits per byte over the position for every scheme, trained at {kilo(context)} bytes"
-    seeds = len({run["seed"] for run in runs})
+    (least, most), seeds = sizes_of(report), len({run["seed"] for run in runs})
     lines = [
         f"!{results.link(str(Path(name).with_suffix('.png')), title)}", "", *table(head, rows), "",
-        f"{f'Mean of {seeds} seeds (and their range)' if seeds > 1 else 'One seed'}. {parameters_of(report)} "
+        f"{f'Mean of {seeds} seeds (and their range)' if seeds > 1 else 'One seed'}. {least:.1f} to {most:.1f} M "
         f"parameters, {trained / 1e6:.0f} MB of Python source at {kilo(context)} bytes; {texts} bytes read, of "
         f"{corpus['held out']['packages']} packages that are not among the {corpus['training']['packages']} of the "
         f"training; {where(report, 3)} ({results.link(name)}).",
@@ -472,10 +472,6 @@ def loss_over_position(results: Results, name: str) -> list[str]:
 
 BLOCKS["extrapolation"] = functools.partial(loss_over_position, name=EXTRAPOLATION_FILE)
 BLOCKS["evidence"] = functools.partial(loss_over_position, name=EVIDENCE_FILE)
-
-
-def parameters_of(report: Report) -> str:
-    return f"{next(run['parameters'] for run in runs_of(report) if run['parameters']) / 1e6:.1f} M"
 
 
 @block(RECALL_FILE)
@@ -642,7 +638,7 @@ def choice(results: Results, read: Report, recalled: Report) -> list[str]:
     length, pairs, _ = recalled["setup"]["shapes"][-1]
     page = f"{results.prefix.removesuffix('results/')}experiments/README.md"
     return [*pivot("decay", CHOICES, columns, cell), "", *wrapped(
-        f"Bits per byte of a {parameters_of(read)} model that was trained on {read['settings']['context']:,} bytes; "
+        f"Bits per byte of a {sizes_of(read)[0]:.1f} M model, trained on {read['settings']['context']:,} bytes; "
         f"lower is better. Percentages of queries that two layers of width {widths} answer, of {pairs} pairs of key "
         f"and value in {length:,} tokens; higher is better. Means of 3 seeds "
         f"([extrapolation]({page}#length-extrapolation), [recall]({page}#associative-recall))."

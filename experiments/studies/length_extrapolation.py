@@ -276,6 +276,12 @@ def runs_of(report: dict[str, Any]) -> list[dict[str, Any]]:
     return report["runs"] if "runs" in report else report["rows"]
 
 
+def sizes_of(report: dict[str, Any]) -> tuple[float, float]:
+    """Millions of parameters of the smallest model, and of the largest."""
+    sizes = [run["parameters"] / 1e6 for run in runs_of(report) if run["parameters"]]
+    return min(sizes), max(sizes)
+
+
 def say(row: dict[str, Any]) -> str:
     known = (column for reading in row["reading"] for column in reading["columns"])
     return "bits per byte " + ", ".join(f"{column['bits']:.3f} to {kilo(column['end'])}" for column in known)
@@ -320,19 +326,17 @@ BROKEN = ("rotary", "none", "per-channel")
 
 
 def draw(report: dict[str, Any]) -> Figure:
-    """A panel per length that was read, as in the paper of the Forgetting Transformer (arXiv 2503.02130): mean over the
-    seeds, their range shaded, the trained length marked."""
+    """A panel per length that was read, as in arXiv 2503.02130: mean over the seeds, range, the trained length."""
     runs = runs_of(report)
     lengths = sorted({row["length"] for run in runs for row in run["reading"]})
-    size, seeds = max(run["parameters"] or 0 for run in runs), len({run["seed"] for run in runs})
+    (least, most), seeds = sizes_of(report), len({run["seed"] for run in runs})
     figure = Figure(figsize=(1.5 + 6.5 * len(lengths), 5.2), dpi=150, layout="constrained")
-    figure.suptitle(f"Python source, {size / 1e6:.1f} M parameters, {seeds} seed{'s' * (seeds > 1)}: mean and range; "
-                    f"{report['gpu'] or 'CPU'}", fontsize="medium")
+    figure.suptitle(f"Python source, {least:.1f} to {most:.1f} M parameters, {seeds} seed{'s' * (seeds > 1)}: mean and "
+                    f"range; {report['gpu'] or 'CPU'}", fontsize="medium")
     panels = figure.subplots(1, len(lengths), squeeze=False)[0]
     for axes, length in zip(panels, lengths, strict=True):
         _panel(axes, report, length)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=min(5, len(labels)))
+    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=5)
     return figure
 
 
