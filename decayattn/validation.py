@@ -424,41 +424,37 @@ def _by_name(names: dict[str, str]) -> dict[str, str]:
     return {name: hint.replace("{}", name) for hint, together in names.items() for name in together.split()}
 
 
-_SCALE = "use scale"
-_WINDOW = "use window_size=(left, right)"
-_DROPOUT = "there is no dropout; leave it out"
-_SOFT_CAP = "there is no soft cap"
-_TOLERANCE = "use skip_tolerance, the probability that a row may lose: math.exp(-10) for 'auto'"
-_PACKED_HINT = "decay_attention_varlen takes cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k"
-_PADDED_HINT = "decay_attention takes it; packed sequences have none"
-
-_HINTS = _by_name({  # of the functions
-    _SCALE: "softmax_scale sm_scale",
+# of the functions and the layer
+_SHARED_HINTS = _by_name({
+    "use scale": "softmax_scale sm_scale scaling qk_scale",
     "use causal": "is_causal",
+    "use window_size=(left, right)": "window sliding_window",
+    "there is no dropout; leave it out":
+        "dropout dropout_p attn_dropout attention_dropout resid_dropout attn_drop proj_drop",
+    "there is no soft cap": "softcap logit_softcapping",
+    "use skip_tolerance, the probability that a row may lose: math.exp(-10) for 'auto'": "adaptive_threshold",
+})
+_HINTS = _SHARED_HINTS | _by_name({  # of the functions
     "use log_decay, (H,), the negated slopes": "alibi_slopes slopes",
     "use log_decay, natural logarithms of the gates": "g log_fgate log_forget log_f decay",
     "use log_decay=F.logsigmoid(fgate_logit.float())": "fgate_logit",
     "use bias: boolean (True = visible) or added to the scores; padding is seqused_k and leftpad_k; a window is "
     "window_size": "attn_mask attention_mask attn_bias mask key_padding_mask padding_mask block_mask",
     "use log_decay, bias, window_size or scale": "score_mod",
-    _WINDOW: "window sliding_window",
     "use sink, one logit per head": "sinks s_aux sink_bias learnable_sink",
     "use return_lse": "return_attn_probs return_softmax_lse",
-    _DROPOUT: "dropout dropout_p",
-    _SOFT_CAP: "softcap",
     "decay_attention_paged takes it": "block_table",
-    _TOLERANCE: "adaptive_threshold",
     "leave it out: k and v may always have fewer heads than q": "enable_gqa",
     "leave it out: torch.use_deterministic_algorithms asks for that": "deterministic",
     "the order is (batch, tokens, heads, head dimension): give x.transpose(1, 2)": "head_first",
     "use seqused_k": "cache_seqlens",
     "use leftpad_k": "seq_start",
-    _PACKED_HINT: "cu_seqlens cu_seqlens_q cu_seqlens_k max_seqlen max_seqlen_q max_seqlen_k",
-    _PADDED_HINT: "bias seqused_q seqused_k leftpad_q leftpad_k",
+    "decay_attention_varlen takes cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k":
+        "cu_seqlens cu_seqlens_q cu_seqlens_k max_seqlen max_seqlen_q max_seqlen_k",
+    "decay_attention takes it; packed sequences have none": "bias seqused_q seqused_k leftpad_q leftpad_k",
 })
 _LAYER_HINTS = {
-    "DecayFlashAttention": _by_name({
-        _DROPOUT: "dropout dropout_p attn_dropout attention_dropout resid_dropout attn_drop proj_drop",
+    "DecayFlashAttention": _SHARED_HINTS | _by_name({
         "leave it out: x is (batch, tokens, embed_dim)": "batch_first",
         "use sink=True, a learned logit per head with a zero value vector": "add_bias_kv add_zero_attn sinks",
         "leave it out: x and memory have embed_dim channels; value_dim is D_v of a head": "kdim vdim",
@@ -468,16 +464,11 @@ _LAYER_HINTS = {
         "use head_dim": "dim_head head_size d_head",
         "use position=module, which rotates q and k": "rope use_rope rope_theta rope_base rope_scaling rotary "
         "use_rotary rotary_emb rotary_emb_dim rotary_dim rotary_embedding position_embedding",
-        "use causal": "is_causal",
         "use bias, for both projections": "qkv_bias use_bias add_bias attention_bias qkv_proj_bias out_proj_bias",
         "use output_gate": "use_output_gate gate use_gate",
         "use qk_norm": "use_qk_norm qk_layernorm qk_rms_norm",
-        _SCALE: "softmax_scale sm_scale scaling qk_scale",
         "use decay: a name as 'alibi', or a module as ConstantDecay.from_values(-slopes)":
             "alibi use_alibi alibi_slopes alibi_pos_bias slopes log_decay g fgate fgate_type forget_gate",
-        _WINDOW: "window sliding_window",
-        _SOFT_CAP: "softcap logit_softcapping",
-        _TOLERANCE: "adaptive_threshold",
         "leave it out: a cache is an argument of the call": "layer_idx",
         "it is an argument of the call, layer(x, {}=...)":
             "padding_mask cu_seqlens max_seqlen resets cache new_lengths memory memory_padding_mask",
@@ -512,7 +503,7 @@ _LAYER_HINTS = {
         "causal, window_size and scale are options of the layer, DecayFlashAttention(..., window_size=(left, right))":
             "is_causal sliding_window softmax_scale sm_scale",
         "decay_attention returns it": "return_lse",
-        _DROPOUT: "dropout dropout_p",
+        "there is no dropout; leave it out": "dropout dropout_p",
     }),
 }
 
