@@ -104,6 +104,15 @@ def integer(number: int) -> int:
     return number if isinstance(number, (int, torch.SymInt)) else int(number)
 
 
+def check_number(name: str, value: float, expected: str, fits: Callable[[float], bool]) -> float:
+    """Return the value as a float; refuse anything but a number that fits."""
+    if not is_real(value):
+        raise wrong_type(name, expected, value)
+    if not fits(value):
+        raise ValueError(f"{name}: expected {expected}, got {value}")
+    return float(value)
+
+
 def is_finite(number: float, dtype: torch.dtype = torch.float64) -> bool:
     """True if a number is finite in the arithmetic of inputs of this dtype: float32, or float64 for float64."""
     # an int may be too large for a float; a numpy number casts the other operand of a comparison
@@ -138,10 +147,7 @@ def check_skip_tolerance(skip_tolerance: SkipTolerance) -> None:
     expected = "'auto', None or a number between 0 and 1"
     if isinstance(skip_tolerance, str):
         raise ValueError(f"skip_tolerance: expected {expected}, got {skip_tolerance!r}")
-    if not is_real(skip_tolerance):
-        raise wrong_type("skip_tolerance", expected, skip_tolerance)
-    if not 0 < skip_tolerance < 1:
-        raise ValueError(f"skip_tolerance: expected {expected}, got {skip_tolerance}")
+    check_number("skip_tolerance", skip_tolerance, expected, lambda number: 0 < number < 1)
 
 
 def check_bias(bias: Tensor | None, q: Tensor, k: Tensor, tokens: int | None = None) -> None:

@@ -5,7 +5,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +26,7 @@ if TYPE_CHECKING:
     from decayattn.distributed.option_check import OptionCheck
 
 DecayPreset = Literal["scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "constant", "none"]
-# decay modules with a name, built from embed_dim, num_heads and options of the module
-DECAYS: dict[str, Callable[..., nn.Module | None]] = {
-    "scalar": ScalarDecay,
-    "alibi": lambda _, heads, **options: ConstantDecay.alibi(heads, **options),
-    "alibi-learned": lambda _, heads, **options: ConstantDecay.alibi(heads, learned=True, **options),
-    "retnet": lambda _, heads, **options: ConstantDecay.retnet(heads, **options),
-    "retnet-learned": lambda _, heads, **options: ConstantDecay.retnet(heads, learned=True, **options),
-    "constant": lambda _, heads, **options: ConstantDecay.alibi(heads, **options),
-    "none": lambda *_, **options: None,
-}
+DECAYS = get_args(DecayPreset)
 
 
 class _CallArguments(NamedTuple):
@@ -165,7 +156,12 @@ class DecayFlashAttention(Spared):
         self.position = position
         validation.check_window(window_size)
         self.window_size = window_size
-        self.scale = _checked_scale(scale)
+        if isinstance(scale, str):
+            if scale != "learned":
+                raise ValueError(f"scale: expected a number, 'learned' or None, got {scale!r}")
+        elif scale is not None:
+            scale = validation.check_number("scale", scale, "a finite number, 'learned' or None", validation.is_finite)
+        self.scale = scale
         validation.check_skip_tolerance(skip_tolerance)
         self.skip_tolerance = skip_tolerance
         self.backend = registry.check_name(backend)
@@ -496,7 +492,12 @@ class DecayFlashAttention(Spared):
             begin, lengths = self.context.first_token(end), self.context.lengths
             end = end * torch.distributed.get_world_size(self.context.group) if lengths is None else sum(lengths)
         if given.cu_seqlens is not None:
-            _check_offsets(given.cu_seqlens, end)
+            offsets = given.cu_seqlens.long()  # unsigned differences are never below 0
+            refuse_unless(
+                (offsets[0] == 0) & (offsets.diff() >= 0).all() & (offsets[-1] <= end),
+                "cu_seqlens: expected offsets that start with 0, never fall and end within the tokens, got others; "
+                "from lengths, compute F.pad(lengths.cumsum(0), (1, 0))",
+            )
         return begin
 
     def _check_sequences(self, x: Tensor, given: _CallArguments) -> None:
@@ -621,15 +622,6 @@ def _check_aligned(bounds: dict[str, Tensor], rows: int, keys: int) -> None:
     )
 
 
-def _check_offsets(cu_seqlens: Tensor, end: int) -> None:
-    offsets = cu_seqlens.long()  # unsigned differences are never below 0
-    refuse_unless(
-        (offsets[0] == 0) & (offsets.diff() >= 0).all() & (offsets[-1] <= end),
-        "cu_seqlens: expected offsets that start with 0, never fall and end within the tokens, got others; from "
-        "lengths, compute F.pad(lengths.cumsum(0), (1, 0))",
-    )
-
-
 def _check_integers(name: str, numbers: Tensor, x: Tensor, or_bool: bool = False) -> None:
     expected = "a bool or an integer tensor" if or_bool else "an integer tensor"
     if not isinstance(numbers, Tensor):
@@ -664,7 +656,10 @@ def _build_decay(decay: DecayPreset | nn.Module, embed_dim: int, num_heads: int,
         raise wrong_type("decay", expected, decay)
     if decay not in DECAYS:
         raise ValueError(f"decay: expected {expected}, got {decay!r}")
-    return DECAYS[decay](embed_dim, num_heads, **options)
+    if decay in ("scalar", "none"):
+        return ScalarDecay(embed_dim, num_heads, **options) if decay == "scalar" else None
+    build = ConstantDecay.retnet if decay.startswith("retnet") else ConstantDecay.alibi
+    return build(num_heads, learned=decay.endswith("learned"), **options)
 
 
 def check_qk_norm(qk_norm: object) -> Any:
@@ -672,15 +667,3 @@ def check_qk_norm(qk_norm: object) -> Any:
     if qk_norm != "per_head" and not isinstance(qk_norm, bool):
         raise wrong_type("qk_norm", "a bool or 'per_head'", qk_norm)
     return qk_norm
-
-
-def _checked_scale(scale: float | str | None) -> float | str | None:
-    if scale is None or scale == "learned":
-        return scale
-    if isinstance(scale, str):
-        raise ValueError(f"scale: expected a number, 'learned' or None, got {scale!r}")
-    if not validation.is_real(scale):
-        raise wrong_type("scale", "a number, 'learned' or None", scale)
-    if not validation.is_finite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
-    return float(scale)

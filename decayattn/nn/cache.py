@@ -384,10 +384,7 @@ class DecayCache:
             TypeError, ValueError: for a bad argument, by name, before anything changes. Bad values in a tensor on a GPU
                 fail an assertion there.
         """
-        if not validation.is_real(tolerance):
-            raise wrong_type("tolerance", "a number", tolerance)
-        if not 0 < tolerance < 1:
-            raise ValueError(f"tolerance: expected a number between 0 and 1, got {tolerance}")
+        validation.check_number("tolerance", tolerance, "a number between 0 and 1", lambda number: 0 < number < 1)
         score_bound = self._head_numbers("score_bound", score_bound, lowest=0.0)
         if log_decay is not None and self.alpha is not None:
             raise ValueError("log_decay: expected None, because the cache holds a decay per token")
@@ -579,8 +576,8 @@ class DecayCache:
             fits = (value >= lowest) & (value < math.inf)
             refuse_unless(fits.all(), f"{name}: expected finite numbers{expected}, got a tensor with others")
             return value.double()
-        if not validation.is_real(value):
-            raise wrong_type(name, "a number or a tensor (H,)", value)
-        if not validation.is_finite(value) or value < lowest:
-            raise ValueError(f"{name}: expected a finite number{expected}, got {value}")
-        return torch.full((self.num_heads,), float(value), device=self.device, dtype=torch.float64)
+        number = validation.check_number(
+            name, value, f"a finite number{expected} or a tensor (H,)",
+            lambda number: validation.is_finite(number) and number >= lowest,
+        )
+        return torch.full((self.num_heads,), number, device=self.device, dtype=torch.float64)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from decayattn.validation import check_positive_int, is_real, wrong_type
+from decayattn.validation import check_number, check_positive_int
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -34,15 +34,11 @@ class Rotary(nn.Module):
         self, base: float = 10_000.0, *, dim: int | None = None, scaling: Mapping[str, float] | None = None
     ) -> None:
         super().__init__()
-        if not is_real(base):
-            raise wrong_type("base", "a number", base)
-        if not 1 < base < math.inf:
-            raise ValueError(f"base: expected a finite number above 1, got {base}")
+        self.base = check_number("base", base, "a finite number above 1", lambda number: 1 < number < math.inf)
         if dim is not None and check_positive_int("dim", dim) % 2:
             raise ValueError(f"dim: expected an even number, got {dim}")
         if scaling is not None and any(name not in scaling for name in _LLAMA3):
             raise ValueError(f"scaling: expected Llama 3's {', '.join(_LLAMA3)}, got {dict(scaling)}")
-        self.base = float(base)
         self.dim = dim
         self.scaling = scaling
 

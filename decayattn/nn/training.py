@@ -16,7 +16,7 @@ from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import Decay, Spared, half_life
 from decayattn.nn.sharded_parameters import whole
 from decayattn.problem import is_reset
-from decayattn.validation import is_real, wrong_type
+from decayattn.validation import check_number
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -37,10 +37,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         TypeError, ValueError: for a bad argument, and for FullyShardedDataParallel (FSDP1), which flattens parameters.
     """
     _check_model(model)
-    if not is_real(weight_decay):
-        raise wrong_type("weight_decay", "a number", weight_decay)
-    if not 0 <= weight_decay < math.inf:
-        raise ValueError(f"weight_decay: expected a finite number of at least 0, got {weight_decay}")
+    expected = "a finite number of at least 0"
+    weight_decay = check_number("weight_decay", weight_decay, expected, lambda number: 0 <= number < math.inf)
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ValueError(
             "model: expected parameters in their own shapes, got FullyShardedDataParallel (FSDP1), which flattens "
@@ -52,7 +50,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     for parameter in model.parameters():
         if parameter.requires_grad:
             (others if parameter in spared or parameter.ndim < 2 else decayed).append(parameter)
-    return [{"params": decayed, "weight_decay": float(weight_decay)}, {"params": others, "weight_decay": 0.0}]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def spared_parameters(model: nn.Module) -> set[nn.Parameter]:

@@ -116,7 +116,7 @@ def test_repr_names_sizes_and_options():
     ((12, 4), {"qk_norm": None}, TypeError, "qk_norm: expected a bool or .per_head., got None"),
     ((12, 4), {"position": "rotary"}, TypeError, "position: expected a torch.nn.Module, got 'rotary' of type str"),
     ((12, 4), {"scale": "big"}, ValueError, "scale: expected a number, 'learned' or None, got 'big'"),
-    ((12, 4), {"scale": float("nan")}, ValueError, "scale: expected a finite number, got nan"),
+    ((12, 4), {"scale": float("nan")}, ValueError, "scale: expected a finite number, 'learned' or None, got nan"),
     ((12, 4), {"backend": "flash"}, ValueError, "backend: expected one of 'auto', 'reference', .* got 'flash'"),
     ((12, 4), {"skip_tolerance": 2}, ValueError, "skip_tolerance: expected .* between 0 and 1, got 2"),
     ((12, 4), {"window_size": (-2, 0)}, ValueError, "window_size: expected numbers of tokens"),

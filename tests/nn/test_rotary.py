@@ -34,7 +34,7 @@ def test_rotary_keeps_channels_beyond_dim():
 
 @pytest.mark.parametrize(("options", "error", "message"), [
     ({"base": 1}, ValueError, "base: expected a finite number above 1"),
-    ({"base": "10000"}, TypeError, "base: expected a number"),
+    ({"base": "10000"}, TypeError, "base: expected a finite number above 1"),
     ({"dim": 3}, ValueError, "dim: expected an even number"),
     ({"scaling": {"factor": 2.0}}, ValueError, "scaling: expected Llama 3's"),
 ])

@@ -111,7 +111,7 @@ def test_parameter_groups_name_wrapped_shared_and_marked():
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
     ((nn.Linear(2, 2).parameters(), 0.1), TypeError, "model: expected a torch.nn.Module, got generator"),
-    ((nn.Linear(2, 2), "0.1"), TypeError, "weight_decay: expected a number, got '0.1' of type str"),
+    ((nn.Linear(2, 2), "0.1"), TypeError, "weight_decay: expected a finite number of at least 0, got .0.1. of type"),
     ((nn.Linear(2, 2), -0.1), ValueError, "weight_decay: expected a finite number of at least 0, got -0.1"),
 ])
 def test_errors_name_arguments_of_parameter_groups(arguments, error, message):
