@@ -180,15 +180,13 @@ class DecayCache:
         is_first = self.longest == 0
         # "hopper" cannot append
         decoder = registry.decoder("auto" if is_first and backend == "hopper" else backend, k.dtype, k.device)
-        self._prepare(k)
         if is_first:
             with without_autocast(q.device):  # keeps the dtype of the cache, as for later tokens
                 out = decay_attention(
                     q, k, v, rates if per_token is None else per_token, scale=scale, window_size=window_size,
                     sink=sink, seqused_q=counted, seqused_k=counted, skip_tolerance=skip_tolerance, backend=backend,
                 )
-        replaced = self._make_room(q.shape[1])
-        ends, first = self._append(decoder, k, v, per_token, counted, unshifted)
+        ends, first, replaced = self._append(decoder, k, v, per_token, counted, unshifted)
         if not is_first:
             longest = self.keys.shape[1] if self._in_trial else self.longest
             out, _ = decoder.decode(
@@ -212,10 +210,7 @@ class DecayCache:
             new_lengths: as in `attend`; the errors, too.
         """
         counted = self._check_tokens(k, v, log_decay, new_lengths)
-        self._prepare(k)
-        replaced = self._make_room(k.shape[1])
-        decoder = registry.decoder("auto", k.dtype, k.device)
-        self._append(decoder, k, v, log_decay, counted)
+        _, _, replaced = self._append(registry.decoder("auto", k.dtype, k.device), k, v, log_decay, counted)
         self._restore_buffers(replaced)
 
     def last_unshifted(self) -> tuple[Tensor, ...]:
@@ -421,25 +416,16 @@ class DecayCache:
             return None
         return self._left + (self._room - self._left) // 2
 
-    def _make_room(self, tokens: int) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Make space for new tokens. Return the buffers that larger ones replace during a long call, or None."""
-        if self.longest + tokens <= self.keys.shape[1]:
-            return None
-        self._move_out()
-        if self.longest + tokens <= self.keys.shape[1]:
-            return None
-        replaced = self.keys, self.values, self.alpha
-        self._resize(self.longest + tokens)
-        return replaced
-
     def _restore_buffers(self, replaced: tuple[Tensor, Tensor, Tensor | None] | None) -> None:
-        """Return to the buffers that `_make_room` replaced, because CUDA graphs may hold their addresses."""
+        """Return to the buffers that `_append` replaced, because CUDA graphs may hold their addresses."""
         if replaced is not None:
             self._move_out()
             self._move_to(*replaced)
 
-    def _move_out(self) -> None:
-        """Drop the tokens that no later row sees, except the slack."""
+    def _move_out(self, tokens: float = math.inf) -> None:
+        """Drop the tokens that no later row sees, except the slack, if that many new ones do not fit."""
+        if self.longest + tokens <= self.keys.shape[1]:
+            return
         assert self._kept is not None
         gone = (self.lengths - self._kept).clamp(min=0)
         self._drop(gone, min(self.longest, self._kept))
@@ -516,20 +502,24 @@ class DecayCache:
             self.longest = int(self.lengths.max())
         return self.longest + tokens <= room
 
-    def _prepare(self, k: Tensor) -> None:
-        """Allocate the buffers, if these are the first keys."""
-        if self.keys.shape[1] == 0:
-            self._allocate(self._room, k.device, k.dtype)
-            self.device, self.dtype = k.device, k.dtype
-
     def _append(
         self, decoder: registry.Decoder, k: Tensor, v: Tensor, log_decay: Tensor | None, counted: Tensor | None,
         unshifted: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Write checked tokens, `counted` of them valid. Return lengths as if all were, and first keys (B, H, T)."""
-        tokens = k.shape[1]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor | None] | None]:
+        """Write checked tokens, `counted` of them valid. Return lengths as if all were, and first keys (B, H, T).
+
+        Third, the buffers that larger ones replace during a long call, or None.
+        """
+        if self.keys.shape[1] == 0:  # the first keys
+            self._allocate(self._room, k.device, k.dtype)
+            self.device, self.dtype = k.device, k.dtype
+        tokens, replaced = k.shape[1], None
         if tokens == 0:
-            return self.lengths, self.first[..., None].expand(-1, -1, 0)
+            return self.lengths, self.first[..., None].expand(-1, -1, 0), None
+        self._move_out(tokens)
+        if self.longest + tokens > self.keys.shape[1]:
+            replaced = self.keys, self.values, self.alpha
+            self._resize(self.longest + tokens)
         if log_decay is None:
             self.alpha = None  # tokens before `reset` may have had a decay
         elif self.alpha is None:
@@ -539,7 +529,7 @@ class DecayCache:
         self.lengths.add_(tokens if counted is None else counted)
         self.longest += tokens
         self._keep_unshifted(unshifted, counted)
-        return ends, first
+        return ends, first, replaced
 
     def _buffers(self) -> reference.CacheBuffers:
         return reference.CacheBuffers(self.keys, self.values, self.lengths, self.first, self._log_evicted, self.alpha)

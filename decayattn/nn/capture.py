@@ -72,7 +72,7 @@ class CapturedStep:
                 )
             cache._check_room("caches", tokens)
         for cache, tokens in zip(self._caches, self._tokens, strict=True):
-            cache._make_room(tokens)
+            cache._move_out(tokens)
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given)
         self._graph.replay()

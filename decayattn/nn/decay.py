@@ -186,7 +186,7 @@ class ScalarDecay(Decay):
         """Reset the weight to 0 and the biases to initial_half_lives."""
         self.weight.zero_()
         half_lives = spread_half_lives(self.initial_half_lives, self.num_heads)
-        _fill(self.bias, [_gate_logit(h) for h in half_lives for _ in range(self.directions)])
+        fill(self.bias, [_gate_logit(h) for h in half_lives for _ in range(self.directions)])
 
     def forward(self, x: Tensor) -> Tensor:
         """log_decay (B, T, H) < 0, or (B, T, H, 2)."""
@@ -279,10 +279,10 @@ class ConstantDecay(Decay):
     def reset_parameters(self) -> None:
         """Reset to the values that the module was built with."""
         if self.learned:
-            _fill(self.log_rate, [math.log(abs(value)) for value in self.initial_values])
-            _fill(self.sign, [math.copysign(1.0, value) for value in self.initial_values])
+            fill(self.log_rate, [math.log(abs(value)) for value in self.initial_values])
+            fill(self.sign, [math.copysign(1.0, value) for value in self.initial_values])
         else:
-            _fill(self.log_decay, self.initial_values)
+            fill(self.log_decay, self.initial_values)
 
     def forward(self, x: Tensor) -> Tensor:
         """log_decay (H,); only the dtype of x matters."""
@@ -313,8 +313,8 @@ def alibi_log_decay(num_heads: int) -> tuple[float, ...]:
     the number of ALL heads: under tensor parallelism apply the rule to all heads, then slice.
     """
     power = 1 << (check_positive_int("num_heads", num_heads).bit_length() - 1)
-    between = _alibi_geometric(2 * power)[::2]
-    return (*_alibi_geometric(power), *between[: num_heads - power])
+    below, above = ([-(2.0 ** (-8 * h / heads)) for h in range(1, heads + 1)] for heads in (power, 2 * power))
+    return (*below, *above[::2][: num_heads - power])
 
 
 def retnet_log_decay(num_heads: int) -> tuple[float, ...]:
@@ -329,10 +329,6 @@ def half_life(log_decay: Tensor) -> Tensor:
     """
     half_lives = torch.where(log_decay >= 0, torch.inf, -math.log(2) / log_decay)
     return half_lives.masked_fill(is_reset(log_decay), 0.0)
-
-
-def _alibi_geometric(num_heads: int) -> list[float]:
-    return [-(2.0 ** (-8 * (h + 1) / num_heads)) for h in range(num_heads)]
 
 
 def spread_half_lives(half_lives: tuple[float, ...], num_heads: int) -> list[float]:
@@ -358,8 +354,3 @@ def _mark_loaded(module: Spared, _: object) -> None:
 def _parameter_dtype(dtype: torch.dtype | None) -> torch.dtype:
     dtype = torch.get_default_dtype() if dtype is None else dtype
     return torch.promote_types(dtype, torch.float32)
-
-
-def _fill(destination: Tensor, values: Sequence[float]) -> None:
-    """Write the values into a parameter or buffer, also into one that FSDP2 has sharded."""
-    fill(destination, torch.tensor(values, dtype=destination.dtype, device=destination.device))

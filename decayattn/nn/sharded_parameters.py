@@ -40,8 +40,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
-def fill(destination: Tensor, source: Tensor) -> None:
-    """Write a whole tensor into a parameter or buffer. For a DTensor this is a collective, with rank 0's values."""
+def fill(destination: Tensor, source: Tensor | Sequence[float]) -> None:
+    """Write whole values into a parameter or buffer. For a DTensor this is a collective, with rank 0's values."""
+    source = torch.as_tensor(source, dtype=destination.dtype, device=destination.device)
     if is_dtensor(destination):
         from torch.distributed.tensor import distribute_tensor
 
