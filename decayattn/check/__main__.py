@@ -6,8 +6,8 @@ or without their GPU are not checked: the last line names them.
 """
 
 import argparse
-import contextlib
 import itertools
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -15,21 +15,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from decayattn.backends import registry
-from decayattn.check import calls, machine, speed
+from decayattn.backends.runtime import interpreter
+from decayattn.check import calls, machine
 from decayattn.check.calls import Case, Verdict
 from decayattn.check.processes import Tasks, one_line
-
-
-def usable_device(text: str) -> torch.device:
-    """Device of an argument."""
-    with contextlib.suppress(RuntimeError):
-        device = torch.device(text)
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if device.type == "cuda" and (device.index or 0) >= count:
-            raise argparse.ArgumentTypeError(f"torch can use {count} GPUs here, got {text!r}")
-        if device.type in ("cpu", "cuda"):
-            return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-    raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N, got {text!r}")
 
 
 def row(text: str, first: str | None = None) -> None:
@@ -43,13 +32,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "python -m decayattn.check", description="Is decayattn right and fast on this machine?",
         epilog="exit status: 0 if all that was checked is right, 1 if anything is wrong, 2 for a wrong option",
     )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = ["cpu", *["cuda"] * (gpus > 0), *(f"cuda:{n}" for n in range(gpus))]
     parser.add_argument("--no-speed", action="store_true", help="measure no times (a CPU never does)")
-    parser.add_argument("--device", type=usable_device, default=default, help="cpu, cuda or cuda:N (here: %(default)s)")
+    parser.add_argument("--device", choices=devices, default=devices[gpus > 0], help="(default: %(default)s)")
     options = parser.parse_args(arguments)
-    device: torch.device = options.device
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device(options.device)
     begin = time.perf_counter()
-    machine.enable_interpreter(device)
+    if device.type == "cpu" and "triton" not in sys.modules and interpreter.fails() is None:
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
     unchecked, wrong = machine.backends(device)
     cases = calls.cases(device, unchecked)
     # each backend compiles while others are judged
@@ -64,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for case in everything:
         if case.kind == "timed" and case.backend not in faulty and not options.no_speed:
             print(f"\nSpeed: {case.name}, B{case.batch} H{case.heads}", flush=True)
-            for found in Tasks(speed.measure, [(case, str(device))]):
+            for found in Tasks(calls.measure, [(case, str(device))]):
                 row("ERROR " + found if isinstance(found, str) else "; ".join(found))
                 wrong += [f"speed: {found}"] * isinstance(found, str)
     seconds = f"{time.perf_counter() - begin:.0f} s"

@@ -1,13 +1,16 @@
-"""Calls of every backend compared with float64: three shapes, the plan of skipped keys, and a token for a cache."""
+"""Calls of every backend compared with float64: three shapes, the plan of skipped keys, a token for a cache; times."""
 
 import math
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.benchmark import Timer
 
 from decayattn import compatibility, decay_attention, visited_fraction
 from decayattn.backends import registry
@@ -147,3 +150,41 @@ def judge(case: Case, device: str) -> Verdict:
         raise ArithmeticError(f"{worst.name} is no larger than its error budget")
     fraction, fallbacks = ratio(worst.error, worst.budget), (*compatibility.fallbacks(),)
     return Verdict(worst.passed, fraction, worst.name, time.perf_counter() - begin, fallbacks)
+
+
+def measure(case: Case, device: str) -> list[str]:
+    """Times of the forward, and of the forward with all gradients, compared with SDPA without a decay.
+
+    The reason instead where memory is short.
+    """
+    q, k, v, log_decay = case.inputs(torch.device(device))
+    leaves = {
+        "decayattn": [x.requires_grad_() for x in (q, k, v, log_decay)],
+        "SDPA": [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)],
+    }
+
+    def forward(name: str) -> Tensor:
+        if name == "SDPA":
+            q, k, v = leaves[name]
+            return scaled_dot_product_attention(q, k, v, is_causal=True)
+        return decay_attention(*leaves[name], skip_tolerance=None, return_lse=True)[0]
+
+    def with_gradients(name: str) -> object:
+        out = forward(name)
+        return torch.autograd.grad(out, leaves[name], torch.ones_like(out))
+
+    def milliseconds(call: object, name: str) -> float:
+        timer = Timer("call(name)", globals={"call": call, "name": name})
+        timer.timeit(3)  # compiles
+        return 1e3 * timer.blocked_autorange(min_run_time=0.2).median
+
+    parts = []
+    with torch.cuda.device(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kernels that SDPA does not choose
+        try:
+            for title, call in {"forward": forward, "with gradients": with_gradients}.items():
+                ours, theirs = (milliseconds(call, name) for name in leaves)
+                parts.append(f"{title} {ours:.3f} ms, {theirs / ours:.2f}x the speed of SDPA without decay")
+        except torch.cuda.OutOfMemoryError as error:
+            parts.append(f"not timed: {str(error).splitlines()[0]}")
+    return parts

@@ -4,7 +4,6 @@ import collections
 import importlib.metadata
 import importlib.util
 import itertools
-import os
 import platform
 import sys
 from typing import Any
@@ -15,7 +14,6 @@ from torch.utils import collect_env
 import decayattn
 from decayattn import normalize
 from decayattn.backends import registry
-from decayattn.backends.runtime import interpreter
 from decayattn.check.calls import half
 from decayattn.check.processes import one_line
 
@@ -47,12 +45,6 @@ def version(module: str) -> str:
     """Installed packages that contain the module (Triton has several names), with their versions."""
     packages = sorted({*importlib.metadata.packages_distributions().get(module, ())})
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages) or "not installed"
-
-
-def enable_interpreter(device: torch.device) -> None:
-    """Make Triton interpret its kernels on a CPU, if possible. A program may request this before it imports Triton."""
-    if device.type == "cpu" and "triton" not in sys.modules and interpreter.fails() is None:
-        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def backends(device: torch.device) -> tuple[dict[str, str], list[str]]:

@@ -19,7 +19,7 @@ from decayattn.backends import registry
 from decayattn.backends.planning import skipping
 from decayattn.backends.runtime import launching, tma
 from decayattn.check import __main__ as check
-from decayattn.check import calls, machine, processes, speed
+from decayattn.check import calls, machine, processes
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -298,9 +298,9 @@ def test_speed_is_reported_of_a_right_backend_only(monkeypatch, run, capsys):
         median = {"decayattn": 1e-3, "SDPA": 2e-3}[globals["name"]]
         return mock.Mock(**{"blocked_autorange.return_value.median": median})
 
-    monkeypatch.setattr(speed, "Timer", timer)
+    monkeypatch.setattr(calls, "Timer", timer)
     monkeypatch.setattr(torch.cuda, "device", mock.MagicMock())
-    lines = speed.measure(timed, "cpu")
+    lines = calls.measure(timed, "cpu")
     assert lines == [f"{way} 1.000 ms, 2.00x the speed of SDPA without decay" for way in ("forward", "with gradients")]
     run(timed)
     verdict = calls.Verdict(True, 0.5, "out", 1.0, ())
