@@ -4,6 +4,8 @@ They save host time in every call. A name that is missing or has changed is not 
 same results. `fallbacks()` lists these names. Nothing here imports Triton.
 """
 
+import contextlib
+import operator
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -32,33 +34,30 @@ def leave(name: str, reason: str) -> None:
     _fallbacks[name] = reason
 
 
-def _probed(name: str, instead: str) -> Callable[[Callable[[], Any]], Any]:
-    """Decorator that replaces a probe by its result; if it fails, by None, with an entry in fallbacks()."""
-
-    def result(probe: Callable[[], Any]) -> Any:
-        try:
-            return probe()
-        except Exception as error:
-            leave(name, f"cannot be used in PyTorch {torch.__version__} ({type(error).__name__}: {error}): {instead}")
-            return None
-
-    return result
+def _probe(name: str, instead: str, find: Callable[[], Any]) -> Any:
+    """Return find(); if it fails, None, with an entry in fallbacks()."""
+    try:
+        return find()
+    except Exception as error:
+        leave(name, f"cannot be used in PyTorch {torch.__version__} ({type(error).__name__}: {error}): {instead}")
+        return None
 
 
-def _expect(value: Any, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
+def _giving(kind: type, function: Callable, *arguments: object) -> Callable:
+    """Return the function, after a check of the type of its result."""
+    result = function(*arguments)
+    if not isinstance(result, kind):
+        raise TypeError(f"expected {kind.__name__}, got {type(result).__name__}")
+    return function
 
 
-@_probed(
+_observers = _probe(
     "torch._C._len_torch_dispatch_stack, ._are_functorch_transforms_active",
     "every call passes through the operators, which takes more host time",
+    lambda: (
+        _giving(int, torch._C._len_torch_dispatch_stack), _giving(bool, torch._C._are_functorch_transforms_active)
+    ),
 )
-def _observers() -> tuple[Callable[[], int], Callable[[], bool]]:
-    modes, transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
-    _expect(modes(), int)
-    _expect(transforms(), bool)
-    return modes, transforms
 
 
 def has_observers() -> bool:
@@ -80,14 +79,11 @@ def is_fake(x: Tensor) -> bool:
     return fake is not None and isinstance(x, fake.FakeTensor)
 
 
-@_probed(
+_modes = _probe(
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
     "a FlopCounterMode that was made before the first call of a kernel counts 0",
+    lambda: _giving(list, torch.utils._python_dispatch._get_current_dispatch_mode_stack),
 )
-def _modes() -> Callable[[], list]:
-    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack
-    _expect(modes(), list)
-    return modes
 
 
 def count_flops(formulas: dict[Any, Callable[..., int]]) -> None:
@@ -95,29 +91,25 @@ def count_flops(formulas: dict[Any, Callable[..., int]]) -> None:
     counter = sys.modules.get("torch.utils.flop_counter")
     if counter is None:
         return
-    for operator, formula in formulas.items():
-        if operator not in counter.flop_registry:
-            counter.register_flop_formula(operator, get_raw=True)(formula)
+    for call, formula in formulas.items():
+        if call not in counter.flop_registry:
+            counter.register_flop_formula(call, get_raw=True)(formula)
     for mode in _modes() if _modes is not None else ():
         registry = getattr(getattr(mode, "counter", None), "flop_registry", {})
-        for operator in formulas:
-            registry.setdefault(operator, counter.flop_registry[operator])
+        for call in formulas:
+            registry.setdefault(call, counter.flop_registry[call])
 
 
-@_probed(
+# context for calls to operators below autograd; None: torch.library.register_autograd makes these calls
+below_autograd = _probe(
     "torch._C._AutoDispatchBelowAutograd",
     "torch.library.register_autograd differentiates the operators, which takes more host time",
+    lambda: _giving(contextlib.AbstractContextManager, torch._C._AutoDispatchBelowAutograd),
 )
-def below_autograd() -> Callable:
-    """Context for calls to operators below autograd; None: torch.library.register_autograd makes these calls."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch._C._AutoDispatchBelowAutograd
-
-
-@_probed("torch.autograd.forward_ad._current_level", "every tensor of a call is checked for a tangent")
-def _has_level() -> bool:
-    _expect(forward_ad._current_level, int)
-    return True
+_has_level = _probe(
+    "torch.autograd.forward_ad._current_level", "every tensor of a call is checked for a tangent",
+    lambda: isinstance(operator.index(forward_ad._current_level), int),
+)
 
 
 def has_tangent(tensors: Iterable[Tensor]) -> bool:
@@ -127,20 +119,18 @@ def has_tangent(tensors: Iterable[Tensor]) -> bool:
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
-@_probed("torch._assert_async", "the check of a padding_mask on a GPU synchronises")
-def _assertion() -> Callable[[Tensor, str], None]:
-    torch._assert_async(torch.ones((), dtype=torch.bool, device="cpu"), "")
-    return torch._assert_async
-
-
-@_probed(
+_TRUE = torch.ones((), dtype=torch.bool, device="cpu")
+_assertion = _probe(
+    "torch._assert_async", "the check of a padding_mask on a GPU synchronises",
+    lambda: _giving(type(None), torch._assert_async, _TRUE, ""),
+)
+_wrappers = _probe(
     "torch._C._functorch.is_functorch_wrapped_tensor, .get_unwrapped",
     "values of tensors are not checked under a transform of torch.func",
+    lambda: (
+        _giving(bool, torch._C._functorch.is_functorch_wrapped_tensor, _TRUE), torch._C._functorch.get_unwrapped
+    ),
 )
-def _wrappers() -> tuple[Callable[[Tensor], bool], Callable[[Tensor], Tensor]]:
-    functorch = torch._C._functorch
-    _expect(functorch.is_functorch_wrapped_tensor(torch.ones((), device="cpu")), bool)
-    return functorch.is_functorch_wrapped_tensor, functorch.get_unwrapped
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
@@ -179,16 +169,13 @@ def all_gather(gathered: Tensor, own: Tensor, group: "torch.distributed.ProcessG
     gather(gathered, own, group=group)
 
 
-@_probed(
+# in PyTorch's source, because importing torch._dynamo would import Triton
+_DECORATORS = Path(torch.__file__).parent / "_dynamo" / "decorators.py"
+_has_mark = _probe(
     "_dynamo_marked_constant",
     "torch.compiler.assume_constant_result sets the mark, which imports torch._dynamo and Triton with the library",
+    lambda: _DECORATORS.read_text(encoding="utf-8").index("fn._dynamo_marked_constant = True") > 0,
 )
-def _has_mark() -> bool:
-    """Look for the mark in PyTorch's source: importing torch._dynamo would import Triton."""
-    source = Path(torch.__file__).parent / "_dynamo" / "decorators.py"
-    if "fn._dynamo_marked_constant = True" not in source.read_text(encoding="utf-8"):
-        raise AttributeError("torch.compiler.assume_constant_result sets another mark")
-    return True
 
 
 def assume_constant_result(function: Callable) -> Callable:
@@ -199,12 +186,10 @@ def assume_constant_result(function: Callable) -> Callable:
     return function
 
 
-@_probed("torch._C._cuda_getCurrentRawStream", "torch.cuda.current_stream gives the stream")
-def _raw_stream() -> Callable[[int], int] | None:
-    # asking for a stream here would initialise CUDA; runtime/launching.py checks that Triton asks so
-    on_gpus = torch.version.cuda is not None or torch.version.hip is not None
-    return torch._C._cuda_getCurrentRawStream if on_gpus else None
-
-
+# asking for a stream here would initialise CUDA; runtime/launching.py checks that Triton asks so
+_raw_stream = _probe(
+    "torch._C._cuda_getCurrentRawStream", "torch.cuda.current_stream gives the stream",
+    lambda: torch._C._cuda_getCurrentRawStream if torch.version.cuda or torch.version.hip else None,
+)
 # current_stream(device index): address of the current stream
 current_stream = _raw_stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
