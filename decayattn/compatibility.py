@@ -69,7 +69,6 @@ def has_observers() -> bool:
 
 
 def is_transformed() -> bool:
-    """True if a transform of torch.func is known to be active."""
     return _observers is not None and _observers[1]()
 
 

@@ -128,7 +128,6 @@ def check_bool(name: str, value: bool) -> bool:
 
 
 def check_window(window_size: tuple[int, int] | None) -> None:
-    """Refuse a bad window_size."""
     if window_size is None:
         return
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
@@ -141,7 +140,6 @@ def check_window(window_size: tuple[int, int] | None) -> None:
 
 
 def check_skip_tolerance(skip_tolerance: SkipTolerance) -> None:
-    """Refuse a bad skip_tolerance."""
     if skip_tolerance is None or (isinstance(skip_tolerance, str) and skip_tolerance == "auto"):
         return
     expected = "'auto', None or a number between 0 and 1"
@@ -353,7 +351,6 @@ def is_real(value: object) -> TypeGuard[float]:
 
 
 def wrong_type(name: str, expected: str, value: object) -> TypeError:
-    """The error for an argument of another type."""
     if value is REQUIRED:
         return TypeError(f"{name}: expected {expected}, got nothing")
     kind = type(value)

@@ -27,7 +27,6 @@ def row(text: str, first: str | None = None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit status."""
     parser = argparse.ArgumentParser(
         "python -m decayattn.check", description="Is decayattn right and fast on this machine?",
         epilog="exit status: 0 if all that was checked is right, 1 if anything is wrong, 2 for a wrong option",

@@ -17,7 +17,7 @@ from decayattn.backends import registry
 from decayattn.nn.cache import DecayCache
 from decayattn.problem import BackendName
 from decayattn.testing import Comparison, verify_attention, verify_attention_varlen
-from decayattn.testing.table import ratio
+from decayattn.testing.call import ratio
 
 # B, T, H of the timed call, which is judged, too; it skips no keys, so that SDPA does the same work
 TIMED_SHAPE = (4, 4096, 16)
@@ -55,7 +55,6 @@ class Case:
         return f"{str(self.dtype)[6:]} D{self.head_dim} T{self.length}, {KINDS[self.kind]}"
 
     def inputs(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and the log-decay."""
         generator = torch.Generator(device).manual_seed(0)
 
         def uniform(*shape: int) -> Tensor:
@@ -142,7 +141,6 @@ class Verdict(NamedTuple):
 
 
 def judge(case: Case, device: str) -> Verdict:
-    """Judge one case."""
     begin = time.perf_counter()
     found = case.compare(torch.device(device))
     worst = max(found, key=lambda comparison: (not comparison.passed, ratio(comparison.error, comparison.budget)))

@@ -185,7 +185,6 @@ def _kind(mask_function: Callable) -> torch.dtype | None:
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, kwargs: dict, options: dict) -> Tensor:
-    """Attention of the packed sequences given by cu_seq_lens_q and cu_seq_lens_k."""
     if options.pop("bias") is not None:
         raise ValueError("position_bias: expected none with cu_seq_lens_q; pass a boolean mask (B, 1, T_q, T_k)")
     offsets_q, offsets_k = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")

@@ -105,7 +105,6 @@ class DecayCache:
         self.dtype = dtype
 
     def _allocate(self, tokens: int, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        """Allocate empty buffers for this number of tokens."""
         batch, heads = (self.batch_size, tokens, self.num_kv_heads), (self.batch_size, self.num_heads)
         with torch.inference_mode(False):  # inference tensors cannot be written outside of the mode
             self.keys = torch.empty(*batch, self.head_dim, device=device, dtype=dtype)
@@ -250,7 +249,6 @@ class DecayCache:
             self._resize(self._room)
 
     def _resize(self, tokens: int) -> None:
-        """Move to new buffers for this number of tokens."""
         with torch.inference_mode(False):
             keys, values = (x.new_empty(x.shape[0], tokens, *x.shape[2:]) for x in (self.keys, self.values))
         self._move_to(keys, values)
@@ -483,7 +481,6 @@ class DecayCache:
         return None if new_lengths is None else new_lengths.clamp(0, tokens).to(torch.int32)
 
     def _check_room(self, name: str, tokens: int) -> None:
-        """Refuse more tokens than fit."""
         moves_out = self._kept is not None and not self._in_trial
         if moves_out or self._fits(tokens, self._room):
             return

@@ -32,10 +32,9 @@ Judge formulas in float32. Judge kernels that take only 16 bits in float16.
 """
 
 from decayattn.testing.attention import assert_within_budget, verify_attention, verify_attention_varlen
-from decayattn.testing.call import Comparison
+from decayattn.testing.call import Comparison, format_table
 from decayattn.testing.formulas import explicit_attention
 from decayattn.testing.models import GradientRow, compare_model_gradients
-from decayattn.testing.table import format_table
 
 __all__ = [
     "Comparison", "GradientRow", "assert_within_budget", "compare_model_gradients", "explicit_attention",

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from decayattn import normalize
 from decayattn.problem import AttentionProblem, BackendName, without_autocast
-from decayattn.testing.call import Arguments, Call, Comparison, bounds_of
-from decayattn.testing.table import Row, format_table
+from decayattn.testing.call import Arguments, Call, Comparison, Row, bounds_of, format_table
 
 # Factors of the eager evaluations: they multiply the output gradients (or the loss), the scores and P before its
 # rounding, and are divided out at the end. Every factor also adds in another order (see explicit_attention). A normal
@@ -49,7 +48,6 @@ class Budget:
             self.eager_error[name] = torch.maximum(self.eager_error[name], error)
 
     def compare(self, tested: dict[str, Tensor]) -> list[Comparison]:
-        """Compare the tensors with the current budget."""
         return [
             self.call.compare(name, x, self.x64[name], self.eager_error[name], self.sizes[name])
             for name, x in tested.items()

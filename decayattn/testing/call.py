@@ -7,7 +7,7 @@ Comparison compares one result with its budget.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from decayattn.functional import decay_attention, decay_attention_varlen
 from decayattn.problem import AttentionProblem, BackendName
 from decayattn.testing import formulas
 from decayattn.testing.formulas import explicit_attention
-from decayattn.testing.table import Row, Verdict, ratio
+
+Verdict = Literal["ok", "wrong", "cannot tell"]
 
 # For 16-bit inputs the prefix of the decay inside a block of tokens is in float32. Its rounding enters the scores, to
 # which it is added, the LSE, and the probability of a sink, which comes from the LSE. For float64 inputs it is in
@@ -45,11 +46,30 @@ class Arguments(NamedTuple):
     sink: Tensor | None
 
     def detach(self) -> "Arguments":
-        """The same tensors without gradients."""
         return Arguments._make(x.detach() if isinstance(x, Tensor) else x for x in self)
 
 
 INPUTS = Arguments._fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Line of the table: labels, figures and verdict. "cannot tell": the budget is no smaller than the result."""
+
+    error: float
+    budget: float
+    relative_error: float
+    norm: str  # "frobenius", "maximum", or "zeros": the entries that must be 0
+    verdict: Verdict
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Cells before the figures, by heading."""
+        raise NotImplementedError
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict == "ok"
 
 
 @dataclass(frozen=True)
@@ -270,7 +290,6 @@ class Call:
         return 0 if self.problem.dtype == torch.float32 else PREFIX_BLOCK
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Dtype in which decay_attention returns a tensor."""
         if name == "lse":
             return self.problem.accumulator_dtype
         leaf = self.inputs._asdict().get(name.removeprefix("d"))
@@ -385,3 +404,21 @@ class Call:
             name, head, error=found, budget=allowed, relative_error=ratio(found, float(norm[worst])),
             norm=[*NORMS, "zeros"][worst[0]], verdict=verdict,
         )
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Comparisons or gradient rows as an aligned monospace table; decay parameters are marked with λ."""
+    if not rows:
+        return "(nothing to compare)"
+    cells: list[tuple[Any, ...]] = [(*rows[0].labels, "relative error", "error", "budget", "norm", "verdict")]
+    for row in rows:
+        numbers = (f"{x:.2e}" for x in (row.relative_error, row.error, row.budget))
+        cells.append((*row.labels.values(), *numbers, row.norm, "VIOLATED" if row.verdict == "wrong" else row.verdict))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return "\n".join([lines[0], "-" * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]])
+
+
+def ratio(a: float, b: float) -> float:
+    """a / b, with 0 / 0 = 0."""
+    return a / b if b else (math.inf if a else 0.0)

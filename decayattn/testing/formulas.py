@@ -72,9 +72,9 @@ def explicit_attention(
     """
     (heads, rows, _), keys = q.shape, k.shape[1]
     position, j = torch.arange(rows, device=q.device) + keys - rows, torch.arange(keys, device=q.device)
-    size = torch.abs if absolute else _identity
+    size = torch.abs if absolute else lambda x: x
     minus = torch.add if absolute else torch.sub
-    rounded = _identity if rounding is None else lambda x: x.to(rounding).to(q.dtype)
+    rounded = (lambda x: x) if rounding is None else lambda x: x.to(rounding).to(q.dtype)
 
     # rounding P to 16 bits is a larger error than any order of a sum
     in_order = factor != 1.0 and rounding in (None, q.dtype)
@@ -347,10 +347,6 @@ def _rows_on_keys(ds: Tensor, i: Tensor, minus: bool = False) -> Tensor:
     columns = ds.sum(1).double()
     on_keys = i >= 0  # the other rows see no key
     return (-columns if minus else columns).index_add_(1, i[on_keys], ds[:, on_keys].sum(-1).double())
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
 
 
 def _on_sides(term: Callable[..., Tensor], log_decay: Tensor | None, i: Tensor, j: Tensor, *rest: Any) -> Tensor:

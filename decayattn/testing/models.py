@@ -19,8 +19,7 @@ from decayattn import reference
 from decayattn.nn.attention import DecayFlashAttention
 from decayattn.problem import AttentionProblem, BackendName, Inputs, without_autocast
 from decayattn.testing.attention import DRAWS, MORE_DRAWS, may_be_chance
-from decayattn.testing.call import INPUTS, NORMS, Arguments, Call, bounds_of
-from decayattn.testing.table import Row, Verdict, ratio
+from decayattn.testing.call import INPUTS, NORMS, Arguments, Call, Row, Verdict, bounds_of, ratio
 
 # Two float64 evaluations of one loss may differ by this fraction of a parameter's gradient; if that cancels, by this
 # fraction of all gradients together

@@ -18,8 +18,7 @@ from torch import Tensor
 from decayattn import decay_attention, decay_attention_varlen
 from decayattn.problem import AttentionProblem
 from decayattn.testing.attention import DRAWS, MORE_DRAWS, Budget
-from decayattn.testing.call import Arguments, Call, Comparison, bounds_of
-from decayattn.testing.table import ratio
+from decayattn.testing.call import Arguments, Call, Comparison, bounds_of, ratio
 from tools.fuzzing import oracle
 from tools.fuzzing.tensors import Case
 
