@@ -118,47 +118,9 @@ def _entries(pages: Tensor, block_table: Tensor) -> Tensor:
     return pages[block_table.long().clamp(0, len(pages) - 1)].flatten(1, 2)
 
 
-def evict(cache: CacheBuffers, alpha: Tensor, log_tolerance: float, score_bound: Tensor) -> Tensor:
-    """Hide the oldest tokens of every head from all later rows, as many as a bound on the loss allows.
-
-    Args:
-        cache: the buffers; its first and log_evicted (log Σ_evicted exp(−α_j)) are written in place.
-        alpha: (B or 1, T, H) float64, of the T tokens that the longest entry holds.
-        log_tolerance: upper limit of the log of the bound.
-        score_bound: (H,), S of DecayCache.evict, which has the formula.
-
-    Returns:
-        (B, H) float64, the log of the bound for the newest row of every entry.
-    """
-    assert cache.first is not None
-    assert cache.log_evicted is not None
-    j = torch.arange(alpha.shape[1], device=alpha.device)[:, None]
-    lengths = cache.lengths[:, None]
-    alpha = alpha.expand(len(lengths), -1, -1)
-    entry = torch.arange(len(lengths), device=alpha.device)
-    newest = torch.where(lengths > 0, alpha[entry, (cache.lengths - 1).clamp(min=0)], 0.0)
-    seen = (j >= cache.first[:, None]) & (j < lengths[..., None])
-    weights = torch.where(seen, newest[:, None] - alpha, -torch.inf).logcumsumexp(1)
-    # log of the bound after evicting all tokens up to j; non-decreasing in j
-    lost = torch.logaddexp((cache.log_evicted + newest)[:, None], weights) + 2 * score_bound
-    last = torch.minimum((lost <= log_tolerance).sum(1), lengths - 1)  # the newest token stays
-    first = torch.maximum(cache.first, last.to(torch.int32))
-    after = lost.gather(1, (first.long() - 1).clamp(min=0)[:, None])[:, 0]
-    bound = torch.where(first > cache.first, after, cache.log_evicted + newest + 2 * score_bound)
-    cache.log_evicted.copy_(bound - 2 * score_bound - newest)
-    cache.first.copy_(first)
-    return bound
-
-
 def decode(
-    inputs: Inputs,
-    lengths: Tensor,
-    *,
-    alpha: Tensor | None = None,
-    first: Tensor | None = None,
-    left: int | None = None,
-    longest: int | None = None,
-    block_table: Tensor | None = None,
+    inputs: Inputs, lengths: Tensor, *, alpha: Tensor | None = None, first: Tensor | None = None,
+    left: int | None = None, longest: int | None = None, block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out (B, T_q, H, D_v) and lse (B, H, T_q) of the last T_q tokens of every cache entry.
 

@@ -392,11 +392,20 @@ class DecayCache:
         if self.longest == 0:
             return torch.zeros_like(self._log_evicted)
         j = torch.arange(self.longest, device=self.device)[:, None]
-        if self.alpha is None:
-            alpha = (self.dropped[:, None, None] + j) * rates
-        else:
-            alpha = self.alpha[:, : self.longest]
-        bound = reference.evict(self._buffers(), alpha, math.log(tolerance), score_bound)
+        alpha = (self.dropped[:, None, None] + j) * rates if self.alpha is None else self.alpha[:, : self.longest]
+        lengths, entry = self.lengths[:, None], torch.arange(self.batch_size, device=self.device)
+        newest = torch.where(lengths > 0, alpha[entry, (self.lengths - 1).clamp(min=0)], 0.0)
+        seen = (j >= self.first[:, None]) & (j < lengths[..., None])
+        weights = torch.where(seen, newest[:, None] - alpha, -torch.inf).logcumsumexp(1)
+        # logs of the bounds for the newest row: before, and after evicting all tokens up to j, non-decreasing in j
+        before = self._log_evicted + newest + 2 * score_bound
+        lost = torch.logaddexp((self._log_evicted + newest)[:, None], weights) + 2 * score_bound
+        last = torch.minimum((lost <= math.log(tolerance)).sum(1), lengths - 1)  # the newest token stays
+        first = torch.maximum(self.first, last.to(torch.int32))
+        after = lost.gather(1, (first.long() - 1).clamp(min=0)[:, None])[:, 0]
+        bound = torch.where(first > self.first, after, before)
+        self._log_evicted.copy_(bound - 2 * score_bound - newest)
+        self.first.copy_(first)
         # the newest token stays, even if `crop` has left it hidden: the next α continues from its own
         gone = torch.minimum(self.first.amin(1), (self.lengths - 1).clamp(min=0))
         self._drop(gone, int((self.lengths - gone).max()))
