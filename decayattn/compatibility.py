@@ -15,23 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-# name: reason why it is not used, and the alternative
-_fallbacks: dict[str, str] = {}
+# private name: reason why it is not used, and the alternative
+unused: dict[str, str] = {}
 
 
 def fallbacks() -> list[str]:
     """Private names that this PyTorch or Triton (once loaded) lacks or has changed, with the alternatives used."""
-    return [f"{name} {reason}" for name, reason in _fallbacks.items()]
-
-
-def is_used(name: str) -> bool:
-    """True unless fallbacks() lists the name."""
-    return name not in _fallbacks
-
-
-def leave(name: str, reason: str) -> None:
-    """List a name in fallbacks(), with the reason why it is not used."""
-    _fallbacks[name] = reason
+    return [f"{name} {reason}" for name, reason in unused.items()]
 
 
 def _probe(name: str, instead: str, find: Callable[[], Any]) -> Any:
@@ -39,7 +29,7 @@ def _probe(name: str, instead: str, find: Callable[[], Any]) -> Any:
     try:
         return find()
     except Exception as error:
-        leave(name, f"cannot be used in PyTorch {torch.__version__} ({type(error).__name__}: {error}): {instead}")
+        unused[name] = f"cannot be used in PyTorch {torch.__version__} ({type(error).__name__}: {error}): {instead}"
         return None
 
 

@@ -90,7 +90,7 @@ def check_launches(run: Callable) -> None:
         source = ""
     if not all(statement in " ".join(source.split()) for statement in _STATEMENTS):
         reason = f"is called in another way by Triton {triton.__version__}: Triton makes all launches, which takes more"
-        compatibility.leave(_RUN, f"{reason} host time")
+        compatibility.unused[_RUN] = f"{reason} host time"
 
 
 check_launches(triton.runtime.JITFunction.run)
@@ -117,7 +117,7 @@ def of_call(
     hooks = triton.knobs.runtime
     if device.type != "cuda" or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         return uncached
-    if not compatibility.is_used(_RUN):
+    if _RUN in compatibility.unused:
         return uncached
     misaligned, kinds = 0, [device, modes]
     for x in tensors:
