@@ -149,10 +149,9 @@ def _check_decay(
     if per_token is not None:
         if k is None:
             raise ValueError("log_decay: expected (H,) without k; for tokens already in the pages, pass alpha_pages")
-        if alpha_pages is None:
-            raise ValueError("alpha_pages: expected a tensor with a log_decay per token, to store its running sum")
-        if first is None:
-            raise ValueError("first: expected a tensor with a log_decay per token, to store its resets")
+        for name, x, stored in (("alpha_pages", alpha_pages, "running sum"), ("first", first, "resets")):
+            if x is None:
+                raise ValueError(f"{name}: expected a tensor with a log_decay per token, to store its {stored}")
     if alpha_pages is not None:
         if rates is not None:
             raise ValueError("alpha_pages: expected None with a constant log_decay")

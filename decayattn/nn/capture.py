@@ -49,7 +49,7 @@ class CapturedStep:
                 raise ValueError("caches: expected filled caches, got an empty one; run the prompt first")
         if not self._caches:
             raise ValueError("caches: expected at least one, got none")
-        _check_tensors(inputs)
+        self._kinds = _kinds(inputs)
         self._function, self._inputs = function, tuple(x.clone() for x in inputs)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._buffers, self._tokens = [_buffers(cache) for cache in self._caches], [0] * len(self._caches)
@@ -58,11 +58,8 @@ class CapturedStep:
 
     def __call__(self, *inputs: Tensor) -> Any:
         """Return the function's outputs for these inputs."""
-        _check_tensors(inputs)
-        kinds = [(x.shape, x.dtype, x.device) for x in inputs]
-        expected = [(x.shape, x.dtype, x.device) for x in self._inputs]
-        if kinds != expected:
-            raise ValueError(f"inputs: expected (shape, dtype, device) {expected}, got {kinds}")
+        if (kinds := _kinds(inputs)) != self._kinds:
+            raise ValueError(f"inputs: expected (shape, dtype, device) {self._kinds}, got {kinds}")
         if self._graph is None:
             return self._function(*inputs)
         for cache, buffers, tokens in zip(self._caches, self._buffers, self._tokens, strict=True):
@@ -104,10 +101,11 @@ class CapturedStep:
             return [cache.longest - n for cache, n in zip(self._caches, before, strict=True)], outputs
 
 
-def _check_tensors(inputs: Sequence[object]) -> None:
+def _kinds(inputs: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
     for x in inputs:
         if not isinstance(x, Tensor):
             raise wrong_type("inputs", "tensors", x)
+    return [(x.shape, x.dtype, x.device) for x in inputs]
 
 
 def _buffers(cache: DecayCache) -> tuple[int | None, ...]:
