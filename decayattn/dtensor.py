@@ -21,12 +21,11 @@ if TYPE_CHECKING:
 _PLAIN = {Tensor, nn.Parameter, type(None), float, int, bool, str}
 _SEQUENCE = "sequence"
 # axes of the arguments and results, which broadcast from the right
-_DENSE = {
-    "q": ("batch", _SEQUENCE, "heads", "channels"), "k": ("batch", _SEQUENCE, "heads", "channels"),
-    "v": ("batch", _SEQUENCE, "heads", "channels"), "log_decay": ("batch", _SEQUENCE, "heads"),
-    "scale": ("batch", _SEQUENCE, "heads"), "bias": ("batch", "heads", _SEQUENCE, "keys"), "sink": ("heads",),
-    "seqused_q": ("batch",), "seqused_k": ("batch",), "leftpad_q": ("batch",), "leftpad_k": ("batch",),
-    "out": ("batch", _SEQUENCE, "heads", "channels"), "lse": ("batch", "heads", _SEQUENCE),
+_DENSE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("q", "k", "v", "out"), ("batch", _SEQUENCE, "heads", "channels")),
+    **dict.fromkeys(("log_decay", "scale"), ("batch", _SEQUENCE, "heads")), "lse": ("batch", "heads", _SEQUENCE),
+    **dict.fromkeys(("seqused_q", "seqused_k", "leftpad_q", "leftpad_k"), ("batch",)), "sink": ("heads",),
+    "bias": ("batch", "heads", _SEQUENCE, "keys"),
 }
 _PACKED = {name: tuple(axis for axis in axes if axis != "batch") for name, axes in _DENSE.items()}
 _PACKED |= {"cu_seqlens_q": ("offsets",), "cu_seqlens_k": ("offsets",)}

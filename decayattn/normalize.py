@@ -135,6 +135,12 @@ def sequence_spans(offsets: Tensor, axis: int, longest: int) -> tuple[Tensor, Te
     return offsets[:-1], offsets.diff().clamp(0, longest)
 
 
+def roll_left(x: Tensor, tokens: Tensor) -> Tensor:
+    """x (B, T, …), with every entry rolled to the left by a number of tokens (B,)."""
+    index = torch.arange(x.shape[1], device=x.device) + tokens[:, None]
+    return x.take_along_dim((index % max(x.shape[1], 1)).view(*x.shape[:2], *[1] * (x.ndim - 2)), 1)
+
+
 def window_of(window_size: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
     """(left, right) with −1 for no limit; a causal query sees nothing to its right."""
     left, right = (-1, -1) if window_size is None else map(integer, window_size)

@@ -109,22 +109,16 @@ def decay_attention_paged(
     # with T = 1, rows are counted from the last token with a page; with T > 1 some tokens may lie beyond it
     beyond = None if tokens < 2 or longest <= most else (lengths - most).clamp(0, tokens)
     if beyond is not None:
-        row_scale = None if inputs.row_scale is None else _shift_tokens(inputs.row_scale, -beyond)
-        inputs = inputs._replace(q=_shift_tokens(q, -beyond), row_scale=row_scale)
-        seen = None if seen is None else _shift_tokens(seen.mT, -beyond).mT
+        row_scale = None if inputs.row_scale is None else normalize.roll_left(inputs.row_scale, -beyond)
+        inputs = inputs._replace(q=normalize.roll_left(q, -beyond), row_scale=row_scale)
+        seen = None if seen is None else normalize.roll_left(seen.mT, -beyond).mT
     out, lse = decoder.decode(
         inputs._replace(k=k_pages, v=v_pages), lengths, alpha=alpha_pages, first=seen, left=left,
         longest=min(longest, most), block_table=block_table,
     )
     if beyond is not None:
-        out, lse = _shift_tokens(out, beyond), _shift_tokens(lse.mT, beyond).mT
+        out, lse = normalize.roll_left(out, beyond), normalize.roll_left(lse.mT, beyond).mT
     return (out, lse) if return_lse else out
-
-
-def _shift_tokens(x: Tensor, by: Tensor) -> Tensor:
-    """x (B, T, ·) shifted by `by` (B,) tokens per entry: token t + by at t, clamped at the ends."""
-    token = torch.arange(x.shape[1], device=x.device) + by[:, None]
-    return x[torch.arange(len(x), device=x.device)[:, None], token.clamp(0, x.shape[1] - 1)]
 
 
 def _check_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> None:

@@ -154,13 +154,8 @@ def check_bias(bias: Tensor | None, q: Tensor, k: Tensor, tokens: int | None = N
         return
     _check_term("bias", bias, q, or_bool=True)
     rows, keys = (q.shape[1], k.shape[1]) if tokens is None else (tokens, tokens)
-    scores = (q.shape[0], q.shape[2], rows, keys)
-    if not _broadcasts(bias.shape, scores):
-        swapped = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        raise ValueError(
-            f"bias: expected a tensor broadcastable to (B, H, T_q, T_k) = {scores}, got shape {tuple(bias.shape)}"
-            f"{_order_hint(q, _broadcasts(bias.shape, swapped))}"
-        )
+    swapped = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    _check_broadcast("bias", bias.shape, q, "(B, H, T_q, T_k)", (q.shape[0], q.shape[2], rows, keys), swapped)
 
 
 def check_tensor(
@@ -305,13 +300,7 @@ def _check_scale(scale: Tensor | float | None, q: Tensor, axes: str) -> None:
             raise ValueError(f"scale: expected a finite number, got {scale} (q: {q.dtype})")
         return
     scale = _check_term("scale", scale, q, "None, a number or a tensor")
-    rows = q.shape[:-1]
-    if not _broadcasts(scale.shape, rows):
-        swapped = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-        raise ValueError(
-            f"scale: expected a tensor broadcastable to {axes} = {tuple(rows)}, got shape {tuple(scale.shape)}"
-            f"{_order_hint(q, _broadcasts(scale.shape, swapped))}"
-        )
+    _check_broadcast("scale", scale.shape, q, axes, tuple(q.shape[:-1]), (*q.shape[:-3], q.shape[-2], q.shape[-3]))
 
 
 def _check_sink(sink: Tensor | None, q: Tensor) -> None:
@@ -335,6 +324,12 @@ def _broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
     missing = len(full) - len(shape)
     # the full size first: of two symbols for one length, only that comparison needs no guard
     return missing >= 0 and all(have == want or have == 1 for have, want in zip(shape, full[missing:], strict=True))
+
+
+def _check_broadcast(name: str, shape: torch.Size, q: Tensor, axes: str, full: tuple, swapped: tuple) -> None:
+    if not _broadcasts(shape, full):
+        hint = _order_hint(q, _broadcasts(shape, swapped))
+        raise ValueError(f"{name}: expected a tensor broadcastable to {axes} = {full}, got shape {tuple(shape)}{hint}")
 
 
 def _order_hint(q: Tensor, fits: bool) -> str:

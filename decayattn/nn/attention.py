@@ -17,7 +17,7 @@ from decayattn.functional import decay_attention, decay_attention_varlen
 from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, Spared
 from decayattn.nn.sharded_parameters import HeadRMSNorm, Linear, local_part, own_heads, replicated, whole
-from decayattn.normalize import autocast
+from decayattn.normalize import autocast, roll_left
 from decayattn.problem import BackendName, SkipTolerance, is_reset
 from decayattn.validation import REQUIRED, check_bool, check_head_dim, check_positive_int, check_tensor, wrong_type
 
@@ -285,7 +285,7 @@ class DecayFlashAttention(Spared):
         if self.output_gate:
             out = out * gate.sigmoid()
         if cache is not None and padding_mask is not None:
-            out = _roll_left(out, -_left_padding(padding_mask)).masked_fill(padding_mask[..., None] == 0, 0)
+            out = roll_left(out, -_left_padding(padding_mask)).masked_fill(padding_mask[..., None] == 0, 0)
         return self.out_proj(out)
 
     def _prepare(
@@ -313,9 +313,9 @@ class DecayFlashAttention(Spared):
             # for any contents: the gradients of the weights are sums over all tokens, and 0 · NaN is NaN
             x = x.masked_fill(padding[..., None], 0)
         if cache is not None and padding is not None:  # a cache needs an entry's tokens before its padding
-            x, resets = _roll_left(x, first), None if resets is None else _roll_left(resets, first)
+            x, resets = roll_left(x, first), None if resets is None else roll_left(resets, first)
             if log_decay is not None and log_decay.ndim == 3:
-                log_decay = _roll_left(log_decay, first)
+                log_decay = roll_left(log_decay, first)
             given, bounds = given._replace(new_lengths=end - first), {}
         tokens, rows = x, x.shape[1]
         if memory is not None:
@@ -582,12 +582,6 @@ def _shift(x: Tensor, mixing: Tensor, before: Tensor | None, starts: Tensor | No
         previous = previous.masked_fill(starts[..., None], 0)  # also NaN of another sequence
     a = mixing.to(torch.promote_types(x.dtype, torch.float32)).sigmoid()[..., None]
     return (a * previous + (1 - a) * x).to(x.dtype)
-
-
-def _roll_left(x: Tensor, tokens: Tensor) -> Tensor:
-    """x (B, T, …), with every entry rolled to the left by a number of tokens (B,)."""
-    index = torch.arange(x.shape[1], device=x.device) + tokens[:, None]
-    return x.take_along_dim((index % max(x.shape[1], 1)).view(*x.shape[:2], *[1] * (x.ndim - 2)), 1)
 
 
 def _left_padding(padding_mask: Tensor) -> Tensor:
