@@ -18,7 +18,7 @@ from decayattn.backends import registry
 from decayattn.backends.runtime import interpreter
 from decayattn.check import calls, machine
 from decayattn.check.calls import Case, Verdict
-from decayattn.check.processes import Tasks, one_line
+from decayattn.check.processes import Tasks
 
 
 def row(text: str, first: str | None = None) -> None:
@@ -45,7 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # each backend compiles while others are judged
     started = [Tasks(calls.judge, [(case, str(device)) for case in some]) for some in cases.values()]
     try:
-        report_machine(device, unchecked, wrong)
+        print("Versions")
+        for name, found in machine.versions():
+            row(found, name)
+        print("\nBackends")
+        for name in registry.NAMES[1:]:
+            row(unchecked.get(name, "runs here"), name)
         everything = list(itertools.chain(*cases.values()))
         faulty = report_errors(everything, itertools.chain.from_iterable(started), wrong)
     finally:
@@ -64,28 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unchecked:
         print(f"Not checked, for the reasons above: {', '.join(unchecked)}.")
     return 1 if wrong else 0
-
-
-def report_machine(device: torch.device, unchecked: dict[str, str], wrong: list[str]) -> None:
-    """Print versions, backends and the choice of "auto"; append the faults to `wrong`."""
-    print("Versions")
-    for name, found in machine.versions():
-        row(found, name)
-    print("\nBackends")
-    for name in registry.NAMES[1:]:
-        row(unchecked.get(name, "runs here"), name)
-    print('\nThe backend of backend="auto" (B2 T1024 H8 unless said, causal, decay per token)')
-    calls_of: dict[tuple[str, ...], list[str]] = {}  # by choice and reasons
-    for name, call in machine.CALLS.items():
-        try:
-            calls_of.setdefault(machine.choose(device, **call), []).append(name)
-        except Exception as error:
-            calls_of.setdefault(("ERROR", one_line(error)), []).append(name)
-            wrong.append(f'backend="auto", {name}: {one_line(error)}')
-    for (chosen, *reasons), names in calls_of.items():
-        row("; ".join(names), chosen)
-        for reason in reasons:
-            row(reason, "")
 
 
 def report_errors(cases: Sequence[Case], verdicts: Iterable[Verdict | str], wrong: list[str]) -> set[str]:

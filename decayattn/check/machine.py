@@ -1,20 +1,16 @@
-"""Facts that a defect may depend on: versions, GPUs, the backends that run here, and the choice of "auto"."""
+"""Facts that a defect may depend on: versions, GPUs, and the backends that run here."""
 
 import collections
 import importlib.metadata
 import importlib.util
-import itertools
 import platform
 import sys
-from typing import Any
 
 import torch
 from torch.utils import collect_env
 
 import decayattn
-from decayattn import normalize
 from decayattn.backends import registry
-from decayattn.check.calls import half
 from decayattn.check.processes import one_line
 
 
@@ -68,34 +64,3 @@ def backends(device: torch.device) -> tuple[dict[str, str], list[str]]:
         reason = "TRITON_INTERPRET is set: on a GPU, too, Triton would interpret its kernels instead of compiling them"
         return dict.fromkeys(registry.AUTOMATIC, reason), [*faults, reason]
     return unchecked, faults
-
-
-# ordinary calls: causal, with a decay per token; the 16-bit dtype and T = 1024 unless given
-CALLS: dict[str, dict[str, Any]] = {
-    "D64": {}, "D128": {"head_dim": 128}, "D256": {"head_dim": 256}, "D64, T 256": {"length": 256},
-    "D64, with a bias": {"bias": True}, "D64, float32": {"dtype": torch.float32}, "D64, 1 query": {"queries": 1},
-}
-
-
-def choose(
-    device: torch.device, head_dim: int = 64, length: int = 1024, queries: int | None = None, bias: bool = False,
-    dtype: torch.dtype | None = None,
-) -> tuple[str, ...]:
-    """Backend that "auto" takes for a call, then reasons against faster ones."""
-    q, k, v = (
-        torch.empty(2, tokens, 8, head_dim, dtype=dtype or half(device), device=device)
-        for tokens in (queries or length, length, length)
-    )
-    log_decay = torch.empty(2, length, 8, device=device)
-    added = torch.empty(1, 8, 1, length, device=device) if bias else None
-    problem, inputs = normalize.dense(q, k, v, log_decay, None, True, bias=added)
-    chosen: str = registry.select(problem, "auto")
-    if chosen == "auto":
-        chosen = registry.resolve(problem, "auto", inputs)
-    reasons = []
-    for name in itertools.takewhile(lambda name: name != chosen, registry.AUTOMATIC):
-        reason = registry.objection(problem, name, inputs)
-        if reason is None and device.type == "cpu":
-            reason = "on a CPU it can only be interpreted, which is for debugging"
-        reasons.append(f"not {name}: {reason or 'it is slower for so few tokens'}")
-    return chosen, *reasons
