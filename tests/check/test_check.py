@@ -17,7 +17,7 @@ from decayattn import compatibility
 from decayattn.backends import registry
 from decayattn.backends.planning import skipping
 from decayattn.check import __main__ as check
-from decayattn.check import calls, machine, processes
+from decayattn.check import calls, processes
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -182,11 +182,11 @@ def test_program_runs_without_triton_and_interprets_it(interpreter):
     """The program finds Triton missing, and switches the interpreter on before anything imports it."""
     code = f"""
         import sys, torch
-        from decayattn.check import __main__ as check, calls, machine
+        from decayattn.check import __main__ as check, calls
 
         if __name__ == "__main__":
             sys.modules["triton"] = None  # what import finds where it is not installed
-            print(machine.backends(torch.device("cpu")))
+            print(check.backends(torch.device("cpu")))
             del sys.modules["triton"]
             check.registry.load.cache_clear()
             tiny = calls.{TINY!r}
@@ -210,10 +210,10 @@ def test_gpu_with_interpreted_kernels_is_a_fault(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(knobs=knobs))
     backend = SimpleNamespace(unavailable=lambda dtype, device: None)
     monkeypatch.setattr(registry, "load", lambda name: backend)
-    unchecked, faults = machine.backends(torch.device("cuda", 0))
+    unchecked, faults = check.backends(torch.device("cuda", 0))
     assert set(unchecked) == set(registry.KERNELS)
     assert "TRITON_INTERPRET is set" in faults[0]
-    assert machine.backends(CPU)[1] == []
+    assert check.backends(CPU)[1] == []
 
 
 @pytest.mark.parametrize("options", [["--device", "tpu"], ["--device", "mps"], ["--device", "cuda:99"], ["--fast"]])
