@@ -334,17 +334,11 @@ class DecayBlock(modeling_layers.GradientCheckpointingLayer):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DecayMLP(config)
 
-    def forward(
-        self,
-        x: Tensor,
-        layer_cache: DecayCacheLayer | None = None,  # transformers drops one named `cache` from recomputed layers
-        new_lengths: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, layer_cache: Any = None, new_lengths: Tensor | None = None, **packing: Any) -> Tensor:
+        # layer_cache is a DecayCacheLayer: transformers drops an argument named `cache` from recomputed layers
         normed = self.input_layernorm(x)
         if layer_cache is None:
-            attended = self.self_attn(normed, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+            attended = self.self_attn(normed, **packing)
         else:
             cache = layer_cache.room_for(x.shape[0], x.shape[1], self.self_attn)
             attended = self.self_attn(normed, cache=cache, new_lengths=new_lengths)

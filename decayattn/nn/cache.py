@@ -304,7 +304,22 @@ class DecayCache:
         (fewer if max_length is below left + 256). With tokens of a layer with kv_shift, the new last token must be one
         of the last 64 appended. More raises, on a GPU by an assertion on the device.
         """
-        removed, fewest = self._checked_removal(tokens)
+        expected = f"tokens: expected 0 to the {self.longest} tokens held"
+        is_one, removed, fewest = validation.is_integer(tokens), tokens, 0
+        if isinstance(tokens, Tensor):
+            check_counts("tokens", tokens, self.device, "(B,)", (self.batch_size,), "the cache")
+            refuse_unless(((tokens >= 0) & (tokens <= self.longest)).all(), f"{expected}, got a tensor with others")
+            removed = tokens.to(self.lengths.device)  # before allocation, self.device is None
+        else:
+            numbers: tuple[Any, ...] = tuple(tokens) if isinstance(tokens, (list, tuple)) else (tokens,)
+            if not all(map(validation.is_integer, numbers)):
+                raise wrong_type("tokens", "an int, or one for each entry", tokens)
+            if not is_one and len(numbers) != self.batch_size:
+                raise ValueError(f"tokens: expected a number for each of {self.batch_size} entries, got {len(numbers)}")
+            if not all(0 <= number <= self.longest for number in numbers):
+                raise ValueError(f"{expected}, got {tokens}")
+            fewest = int(min(numbers))
+            removed = fewest if is_one else torch.tensor(numbers, device=self.lengths.device)
         if self._left is not None:
             needed = max(self._left, 1)  # the newest token stays: the next α continues from its own
             first_needed = self.lengths + self.dropped - removed - needed
@@ -328,24 +343,6 @@ class DecayCache:
         for positions in (self.dropped, self._written):
             positions.masked_fill_(is_empty, 0)
         self._log_evicted.masked_fill_(is_empty[:, None], -torch.inf)
-
-    def _checked_removal(self, tokens: int | Sequence[int] | Tensor) -> tuple[int | Tensor, int]:
-        """Numbers of tokens to remove, and the smallest of them that the host knows."""
-        expected = f"tokens: expected 0 to the {self.longest} tokens held"
-        if isinstance(tokens, Tensor):
-            check_counts("tokens", tokens, self.device, "(B,)", (self.batch_size,), "the cache")
-            refuse_unless(((tokens >= 0) & (tokens <= self.longest)).all(), f"{expected}, got a tensor with others")
-            return tokens.to(self.lengths.device), 0  # before allocation, self.device is None
-        numbers: tuple[Any, ...] = tuple(tokens) if isinstance(tokens, (list, tuple)) else (tokens,)
-        if not all(map(validation.is_integer, numbers)):
-            raise wrong_type("tokens", "an int, or one for each entry", tokens)
-        is_sequence = not validation.is_integer(tokens)
-        if is_sequence and len(numbers) != self.batch_size:
-            raise ValueError(f"tokens: expected one number for each of {self.batch_size} entries, got {len(numbers)}")
-        if not all(0 <= number <= self.longest for number in numbers):
-            raise ValueError(f"{expected}, got {tokens}")
-        fewest = int(min(numbers))
-        return torch.tensor(numbers, device=self.lengths.device) if is_sequence else fewest, fewest
 
     @torch.no_grad()
     def evict(self, tolerance: float, score_bound: Tensor | float, log_decay: Tensor | float | None = None) -> Tensor:

@@ -98,12 +98,11 @@ class PartwiseLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """Copy of this rank's rows of every part, without a gradient; read-only, see JoinedParts."""
-        return self._copy(self._parts()["weight"])
+        return self._copy("weight")
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
-        parts = self._parts()
-        return self._copy(parts["bias"]) if "bias" in parts else None
+        return self._copy("bias") if "bias_0" in self._parameters else None
 
     def reset_parameters(self) -> None:
         """Reset to the initial values of the whole Linear. Without the same seed on all ranks: those of rank 0."""
@@ -121,8 +120,8 @@ class PartwiseLinear(nn.Linear):
         names = [name for name in ("weight", "bias") if f"{name}_0" in self._parameters]
         return {name: [self._parameters[f"{name}_{index}"] for index in range(len(self.sizes))] for name in names}
 
-    def _copy(self, parts: list[Any]) -> Tensor:
-        return torch.cat([part.detach().to_local() for part in parts]).as_subclass(JoinedParts)
+    def _copy(self, name: str) -> Tensor:
+        return torch.cat([part.detach().to_local() for part in self._parts()[name]]).as_subclass(JoinedParts)
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         for name, parts in self._parts().items():

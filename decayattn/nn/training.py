@@ -12,7 +12,6 @@ from torch.utils.module_tracker import ModuleTracker
 
 from decayattn.compatibility import is_transformed
 from decayattn.nn.attention import DecayFlashAttention
-from decayattn.nn.cache import DecayCache
 from decayattn.nn.decay import Decay, Spared, half_life
 from decayattn.nn.sharded_parameters import whole
 from decayattn.problem import is_reset
@@ -119,8 +118,7 @@ def record_half_lives(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             if rates.ndim == 4 or getattr(decay, "directions", 1) == 2:
                 rates = torch.where(is_reset(rates).any(-1), -torch.inf, rates.mean(-1))
             rates = rates[None].flatten(0, -3)  # a user's packed text is (total, H)
-            options: dict[str, Any] = {key: whole(value) for key, value in running.get(name, {}).items()}
-            used = _used(rates, layers.get(name), **options)[..., None] & ~is_reset(rates)
+            used = _used(rates, layers.get(name), running.get(name, {}))[..., None] & ~is_reset(rates)
             rates, used = torch.where(used, rates, 0).sum((0, 1)), used.sum((0, 1)).double()
         total, count = sums[name]
         sums[name] = total, count = total + rates, count + used
@@ -136,18 +134,15 @@ def record_half_lives(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         yield half_lives
 
 
-def _used(
-    rates: Tensor, layer: DecayFlashAttention | None, *, padding_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, resets: Tensor | None = None, cache: DecayCache | None = None,
-    new_lengths: Tensor | None = None, memory: Tensor | None = None, memory_padding_mask: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
+def _used(rates: Tensor, layer: DecayFlashAttention | None, options: dict[str, Any]) -> Tensor:
     """True, (B, T) or (1, T), for tokens with a λ (B, T, H) that a score uses. The options are those of the layer."""
+    mask = "padding_mask" if options.get("memory") is None else "memory_padding_mask"
+    given: dict[str, Any] = {name: whole(value) for name, value in options.items()}
+    names = (mask, "cu_seqlens", "resets", "cache", "new_lengths")
+    padding_mask, cu_seqlens, resets, cache, new_lengths = map(given.get, names)
     token = torch.arange(rates.shape[1], device=rates.device)[None]
     if layer is not None and layer.context is not None:
         token = token + layer.context.first_token(rates.shape[1])
-    if memory is not None:
-        padding_mask = memory_padding_mask
     if cache is not None:
         position = token + (cache.lengths + cache.dropped)[:, None]
         if padding_mask is not None:  # the layer has moved the padding after the tokens
