@@ -32,7 +32,6 @@ _PACKED |= {"cu_seqlens_q": ("offsets",), "cu_seqlens_k": ("offsets",)}
 
 
 def any_dtensor(*values: object) -> bool:
-    """True if a DTensor is among the values."""
     if not torch.compiler.is_compiling() and _PLAIN.issuperset(map(type, values)):
         return False
     return any(is_dtensor(value) for value in values)

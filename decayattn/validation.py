@@ -1,6 +1,7 @@
 """Checks of arguments: every bad one raises by name first. Keywords of other libraries raise with a hint to ours."""
 
 import difflib
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -94,9 +95,7 @@ def check_count(name: str, number: int, least: int = 0) -> int:
     return integer(number)
 
 
-def check_positive_int(name: str, value: int) -> int:
-    """Return the value as Python's int; it may be numpy's."""
-    return check_count(name, value, 1)
+check_positive_int = functools.partial(check_count, least=1)
 
 
 def integer(number: int) -> int:

@@ -23,8 +23,7 @@ import decayattn
 from decayattn.backends import registry
 from decayattn.backends.runtime import interpreter
 from decayattn.check import calls
-from decayattn.check.calls import Case, Verdict
-from decayattn.check.processes import Tasks, one_line
+from decayattn.check.calls import Case, Tasks, Verdict, one_line
 
 
 def row(text: str, first: str | None = None) -> None:

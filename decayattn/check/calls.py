@@ -1,9 +1,15 @@
-"""Calls of every backend compared with float64: three shapes, the plan of skipped keys, a token for a cache; times."""
+"""Calls of every backend compared with float64: three shapes, the plan of skipped keys, a token for a cache; times.
 
+They run in processes of their own.
+"""
+
+import contextlib
 import math
+import multiprocessing
+import signal
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +25,8 @@ from decayattn.problem import BackendName
 from decayattn.testing import Comparison, verify_attention, verify_attention_varlen
 from decayattn.testing.call import ratio
 
+# spawned: a forked process cannot use a GPU that its parent has touched
+CONTEXT = multiprocessing.get_context("spawn")
 # B, T, H of the timed call, which is judged, too; it skips no keys, so that SDPA does the same work
 TIMED_SHAPE = (4, 4096, 16)
 KINDS = {
@@ -186,3 +194,63 @@ def measure(case: Case, device: str) -> list[str]:
         except torch.cuda.OutOfMemoryError as error:
             parts.append(f"not timed: {str(error).splitlines()[0]}")
     return parts
+
+
+def one_line(error: BaseException) -> str:
+    """Type of an exception and the most informative line of its message."""
+    name = type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    text = lines[-1] if name == "CompilationError" else lines[0]  # Triton prints the source first
+    return f"{name}: {text[:200]}" if text else name
+
+
+class Tasks:
+    """Results of function(*task) for every task, in order; a str where it raised, died, or exceeded the time limit.
+
+    The process starts at once. A kernel with an illegal memory access breaks the GPU context of its process, or kills
+    the process, so the task after a failure gets a new one.
+    """
+
+    def __init__(self, function: Callable[..., Any], tasks: Iterable[tuple], seconds: float = 300.0) -> None:
+        self.function, self.tasks, self.seconds = function, list(tasks), seconds
+        self.start()
+
+    def start(self) -> None:
+        self.connection, theirs = CONTEXT.Pipe(duplex=False)
+        self.process = CONTEXT.Process(target=_work, args=(self.function, self.tasks, theirs), daemon=True)
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: the parent ends this process
+        try:
+            self.process.start()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        theirs.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.tasks:
+            answer = self.receive()
+            del self.tasks[0]
+            yield answer
+            if isinstance(answer, str) and self.tasks:
+                self.process.kill()
+                self.start()
+        self.process.kill()
+
+    def receive(self) -> Any:
+        try:
+            if not self.connection.poll(self.seconds):
+                return f"it took more than {self.seconds:.0f} s"
+            return self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            return f"its process ended with exit status {self.process.exitcode}"
+
+
+def _work(function: Callable[..., Any], tasks: Iterable[tuple], connection: Any) -> None:
+    torch.set_num_threads(1)
+    with contextlib.suppress(OSError):  # the parent is gone
+        for task in tasks:
+            try:
+                answer = function(*task)
+            except Exception as error:
+                return connection.send(one_line(error))
+            connection.send(answer)

@@ -185,8 +185,10 @@ class ScalarDecay(Decay):
     def reset_parameters(self) -> None:
         """Reset the weight to 0 and the biases to initial_half_lives."""
         self.weight.zero_()
-        half_lives = spread_half_lives(self.initial_half_lives, self.num_heads)
-        fill(self.bias, [_gate_logit(h) for h in half_lives for _ in range(self.directions)])
+        log_decays = [-math.log(2) / h for h in spread_half_lives(self.initial_half_lives, self.num_heads)]
+        # b with logsigmoid(b) = λ: logit(exp(λ)) in a form that keeps its digits for λ near 0
+        biases = [log_decay - math.log(-math.expm1(log_decay)) for log_decay in log_decays]
+        fill(self.bias, [bias for bias in biases for _ in range(self.directions)])
 
     def forward(self, x: Tensor) -> Tensor:
         """log_decay (B, T, H) < 0, or (B, T, H, 2)."""
@@ -339,12 +341,6 @@ def spread_half_lives(half_lives: tuple[float, ...], num_heads: int) -> list[flo
     if num_heads == 1:
         return [math.sqrt(shortest * longest)]
     return [shortest * (longest / shortest) ** (i / (num_heads - 1)) for i in range(num_heads)]
-
-
-def _gate_logit(half_life: float) -> float:
-    """b with logsigmoid(b) = −ln 2 / half_life: logit(exp(λ)) in a form that keeps its digits for λ near 0."""
-    log_decay = -math.log(2) / half_life
-    return log_decay - math.log(-math.expm1(log_decay))
 
 
 def _mark_loaded(module: Spared, _: object) -> None:

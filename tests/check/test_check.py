@@ -17,7 +17,7 @@ from decayattn import compatibility
 from decayattn.backends import registry
 from decayattn.backends.planning import skipping
 from decayattn.check import __main__ as check
-from decayattn.check import calls, processes
+from decayattn.check import calls
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -27,7 +27,7 @@ EAGER = replace(TINY, backend="reference")
 INTERPRETED = calls.cases(CPU, ["hopper"])
 
 
-class InThisProcess(processes.Tasks):
+class InThisProcess(calls.Tasks):
     """Tasks that see this process's patches."""
 
     def start(self):
@@ -37,7 +37,7 @@ class InThisProcess(processes.Tasks):
         try:
             return self.function(*self.tasks[0])
         except Exception as error:
-            return processes.one_line(error)
+            return calls.one_line(error)
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_wrong_option_exits_with_2(options, capsys):
 def test_tasks_survive_errors_exits_and_hangs():
     """An exception, an exit status and the time limit each take one result, and the next task a new process."""
     sources = ["4", "1 / 0", "__import__('os')._exit(3)", "2 + 2", "__import__('time').sleep(600)"]
-    tasks, found = processes.Tasks(eval, [(source,) for source in sources]), []
+    tasks, found = calls.Tasks(eval, [(source,) for source in sources]), []
     for answer in tasks:
         found.append(answer)
         tasks.seconds = 1.0 if len(found) == 4 else 300.0  # for the task that sleeps
