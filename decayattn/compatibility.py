@@ -151,6 +151,11 @@ def refuse_unless(condition: Tensor, message: str) -> None:
         raise ValueError(message) from None
 
 
+def within(longest: int, axis: int) -> int:
+    """longest, at most the axis. A symbolic size is not compared: that would fix it in an exported graph."""
+    return longest if isinstance(axis, torch.SymInt) or isinstance(longest, torch.SymInt) else min(longest, axis)
+
+
 def all_gather(gathered: Tensor, own: Tensor, group: "torch.distributed.ProcessGroup") -> None:
     """Fill gathered (ranks, ·) with every rank's own (1, ·). PyTorch 2.13 renames the function; the old name warns."""
     dist = torch.distributed

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from decayattn.compatibility import refuse_unless
-from decayattn.problem import RESET_BELOW, AttentionProblem, Inputs, SkipTolerance, within
+from decayattn.compatibility import refuse_unless, within
+from decayattn.problem import RESET_BELOW, AttentionProblem, Inputs, SkipTolerance
 from decayattn.validation import check_arguments, check_packed_arguments, integer
 
 _AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)

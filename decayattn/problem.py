@@ -200,11 +200,6 @@ def is_reset(log_decay: Tensor) -> Tensor:
     return log_decay < RESET_BELOW
 
 
-def within(longest: int, axis: int) -> int:
-    """longest, at most the axis. A symbolic size is not compared: that would fix it in an exported graph."""
-    return longest if isinstance(axis, torch.SymInt) or isinstance(longest, torch.SymInt) else min(longest, axis)
-
-
 def _clamped(window: Sequence[int], longest_query: int, longest_key: int) -> tuple[int, int]:
     """The window, with −1 for a limit that no pair of query and key exceeds: kernels add limits to 32-bit numbers."""
     left, right = window  # the first key is up to longest_key − 1 to the left, the last longest_query − 1 to the right

@@ -15,15 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from decayattn import compatibility
-from decayattn.problem import (
-    AttentionProblem,
-    Inputs,
-    accumulator_dtype,
-    first_position,
-    is_reset,
-    within,
-    without_autocast,
-)
+from decayattn.compatibility import within
+from decayattn.problem import AttentionProblem, Inputs, accumulator_dtype, first_position, is_reset, without_autocast
 
 # Scores of a block of rows over all batch entries and heads: 16 MB in float32. On two cores with 4,096 tokens and 8
 # heads, blocks are 1.7 times as fast forward and 1.1 times with the backward, and take 0.2 GB instead of 3.3 GB
