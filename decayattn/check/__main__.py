@@ -6,7 +6,6 @@ or without their GPU are not checked: the last line names them.
 """
 
 import argparse
-import collections
 import importlib.metadata
 import importlib.util
 import itertools
@@ -80,13 +79,13 @@ def versions() -> list[tuple[str, str]]:
     """(name, version) of the software, then the GPUs."""
     found = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     build = ", ".join(f"{name} {number}" for name, number in found.items() if number) or "without CUDA"
-    gpus: collections.Counter[str] = collections.Counter()
+    gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         gpu = torch.cuda.get_device_properties(index)
         # PyTorch for CUDA has the name of the GPU as gcnArchName
         capability = gpu.gcnArchName if torch.version.hip is not None else f"{gpu.major}.{gpu.minor}"
-        gpus[f"{gpu.name}, capability {capability}, {gpu.total_memory / 2**30:.1f} GiB"] += 1
-    kinds = [f"{count} x {kind}" for kind, count in gpus.items()] or ["none that torch can use"]
+        gpus.append(f"{gpu.name}, capability {capability}, {gpu.total_memory / 2**30:.1f} GiB")
+    kinds = [f"{gpus.count(kind)} x {kind}" for kind in dict.fromkeys(gpus)] or ["none that torch can use"]
     return [
         ("decayattn", decayattn.__version__),
         ("torch", f"{torch.__version__} ({build})"),

@@ -52,6 +52,9 @@ _EXCLUDES = (
     ("cu_seqlens", "padding_mask", "sequences are packed or padded"),
     ("cu_seqlens", "cache", "pad the sequences, and pass padding_mask"),
     ("new_lengths", "padding_mask", "a mask gives the lengths"),
+    ("cache", "memory", "every call reads memory whole"),
+    ("cu_seqlens", "memory", "pad both sequences, and pass padding_mask and memory_padding_mask"),
+    ("resets", "memory", "pass a log_decay that is -inf at the first token of a document"),
 )
 
 
@@ -459,20 +462,14 @@ class DecayFlashAttention(Spared):
         if not x.is_floating_point():
             raise TypeError(f"{name}: expected a floating dtype, got {x.dtype}")
 
-    def _check_memory(self, x: Tensor, given: _CallArguments, memory: Tensor) -> None:
+    def _check_memory(self, x: Tensor, memory: Tensor) -> None:
         self._check_input("memory", memory, x.device)
         validation.check_same("memory", "batch size of x", x.shape[0], memory.shape[0])
         if memory.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"memory: expected the dtype of x, {x.dtype}, got {memory.dtype}")
-        for name, value, remedy in (
-            ("position", self.position, "use a layer without one for cross-attention"),
-            ("context", self.context, "use a layer without one for cross-attention"),
-            ("cache", given.cache, "every call reads memory whole"),
-            ("cu_seqlens", given.cu_seqlens, "pad both sequences, and pass padding_mask and memory_padding_mask"),
-            ("resets", given.resets, "pass a log_decay that is -inf at the first token of a document"),
-        ):
-            if value is not None:
-                raise ValueError(f"{name}: expected None with memory; {remedy}")
+        for name in ("position", "context"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: expected None with memory; use a layer without one for cross-attention")
 
     def _check_arguments(self, x: Tensor, given: _CallArguments, others: tuple, unknown: dict) -> int:
         """Check the arguments that decay_attention cannot. Return the position of x's first token; 0 with a cache."""
@@ -480,9 +477,15 @@ class DecayFlashAttention(Spared):
             validation.refuse_unknown(DecayFlashAttention.forward, unknown, others)
         self._check_input("x", x)
         if given.cache is not None:
-            self._check_cache(x, given.cache)
+            if not isinstance(given.cache, DecayCache):
+                raise wrong_type("cache", "a DecayCache", given.cache)
+            self._check_cacheable()
+            names = ("batch_size", "num_heads", "num_kv_heads", "head_dim", "value_dim")
+            expected = (x.shape[0], *(getattr(self, name) for name in names[1:]))
+            got = tuple(getattr(given.cache, name) for name in names)
+            validation.check_same("cache", "(B, H, H_kv, D, D_v) of the layer and x", expected, got)
         if given.memory is not None:
-            self._check_memory(x, given, given.memory)
+            self._check_memory(x, given.memory)
         self._check_sequences(x, given)
         if given.log_decay is not None:
             self._check_log_decay(x if given.memory is None else given.memory, given.log_decay)
@@ -546,15 +549,6 @@ class DecayFlashAttention(Spared):
                 f"log_decay: expected (H,) = ({heads},) or (B, T, H) = {(*tokens.shape[:2], heads)}, got "
                 f"{tuple(log_decay.shape)}"
             )
-
-    def _check_cache(self, x: Tensor, cache: DecayCache) -> None:
-        if not isinstance(cache, DecayCache):
-            raise wrong_type("cache", "a DecayCache", cache)
-        self._check_cacheable()
-        expected = (x.shape[0], self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
-        got = (cache.batch_size, cache.num_heads, cache.num_kv_heads, cache.head_dim, cache.value_dim)
-        if got != expected:
-            raise ValueError(f"cache: expected one for (B, H, H_kv, D, D_v) = {expected}, got one for {got}")
 
     def _check_cacheable(self) -> None:
         if not self.causal:

@@ -467,8 +467,8 @@ def test_errors_name_layers_without_a_cache():
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
     ({"cache": 3}, TypeError, "cache: expected a DecayCache, got 3 of type int"),
-    ({"batch": 3}, ValueError, r"cache: expected one for .* \(2, 4, 4, 3, 3\), got one for \(3, 4, 4, 3, 3\)"),
-    ({"heads": 2}, ValueError, r"cache: expected one for .* got one for \(2, 2, 2, 3, 3\)"),
+    ({"batch": 3}, ValueError, r"cache: expected the .* \(2, 4, 4, 3, 3\), got \(3, 4, 4, 3, 3\)"),
+    ({"heads": 2}, ValueError, r"cache: expected the .* got \(2, 2, 2, 3, 3\)"),
     ({"dtype": torch.float32}, TypeError, "k: expected the dtype of the cache, torch.float32, got .*64; make one"),
     ({"new_lengths": [1, 2]}, TypeError, r"new_lengths: expected a torch.Tensor, got \[1, 2\]"),
     ({"new_lengths": torch.tensor([1.0, 2.0])}, TypeError, "new_lengths: expected int32 or int64, got torch.float"),

@@ -165,7 +165,7 @@ def expected_refusal(layer: DecayFlashAttention, call: str, new: str) -> str | N
             return "position: expected None with memory; use a layer without one"
         refused = {"packed": "cu_seqlens", "resets": "resets", "cached": "cache", "cached left": "cache"}.get(call)
         if refused is not None and (layer.causal or refused != "cache"):
-            return f"{refused}: expected None with memory; "
+            return f"{refused}, memory: expected at most one of them; "
     per_token = new == "per token" or (new == "own decay" and isinstance(layer.decay, Resets | Own | ScalarDecay))
     if call.startswith("cached") and not layer.causal:
         return "cache: expected a layer with causal=True"
