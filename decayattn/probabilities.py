@@ -115,8 +115,8 @@ def decay_matrix(
     rows = _checked_rows(range(tokens) if rows is None else rows, tokens, log_decay.device)
     j = torch.arange(tokens, device=log_decay.device)
     factors = reference.decay_bias(problem, log_decay, rows[None, None], j).exp()
-    factors = torch.where(reference.visible_pairs(problem, log_decay, rows[None, None], j), factors, 0.0)
-    factors = factors.to(log_decay.dtype)
+    visible = reference.visible_pairs(problem, log_decay, rows[None, None], j)
+    factors = torch.where(visible, factors, 0.0).to(log_decay.dtype)
     return factors.squeeze(0) if constant else factors
 
 

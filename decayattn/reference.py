@@ -318,26 +318,19 @@ def _attend_cut(
         # outside may be NaN, and 0 · NaN is NaN: replace it before any product
         return torch.where(inside, own, own.new_zeros(()))
 
-    def rows_of(x: Tensor) -> Tensor:
-        return cut(x, entry, first_row, num_rows, row)
-
-    def keys_of(x: Tensor, entry: Tensor = entry) -> Tensor:
-        return cut(x, entry, first_key, num_keys, key)
-
+    rows_of = functools.partial(cut, entry=entry, first=first_row, number=num_rows, t=row)
+    keys_of = functools.partial(cut, entry=entry, first=first_key, number=num_keys, t=key)
     bias = inputs.bias
     if bias is not None:
         bias = bias.expand(problem.batch, problem.num_heads, problem.query_length, problem.key_length)
         bias = rearrange(rows_of(rearrange(bias, "b h i j -> b i h j")), "b i h j -> b j h i")
         own = torch.arange(len(bias), device=problem.device)[:, None]
-        bias = rearrange(keys_of(bias, own), "b j h i -> b h i j")
+        bias = rearrange(keys_of(bias, entry=own), "b j h i -> b h i j")
     log_decay = inputs.log_decay
     cut_out = inputs._replace(
-        q=rows_of(inputs.q),
-        k=keys_of(inputs.k),
-        v=keys_of(inputs.v),
+        q=rows_of(inputs.q), k=keys_of(inputs.k), v=keys_of(inputs.v), bias=bias,
         log_decay=log_decay if log_decay is None or problem.decay == "constant" else keys_of(log_decay),
         row_scale=None if inputs.row_scale is None else rows_of(inputs.row_scale),
-        bias=bias,
     )
     out, lse = _attend(problem, cut_out, (row + num_keys - num_rows)[:, None], num_keys, first)
     to = torch.where(row < num_rows, first_row + row, problem.query_length)

@@ -39,12 +39,6 @@ KINDS = {
 }
 
 
-def half(device: torch.device) -> torch.dtype:
-    """The fast 16-bit dtype of a GPU: bfloat16 from capability 8.0 on, else float16."""
-    old = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
-    return torch.float16 if old else torch.bfloat16
-
-
 @dataclass(frozen=True)
 class Case:
     """Judged call of one of `KINDS`: grouped queries and an odd length, but not if timed."""
@@ -118,7 +112,9 @@ class Case:
 
 def cases(device: torch.device, unchecked: Iterable[str] = ()) -> dict[str, list[Case]]:
     """Cases of each checked backend. On a GPU every case compiles its own kernels, for about 10 s on one core."""
-    f16, f32, fast = torch.float16, torch.float32, half(device)
+    # the fast 16-bit dtype of a GPU is bfloat16 from capability 8.0 on
+    old = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
+    f16, f32, fast = torch.float16, torch.float32, torch.float16 if old else torch.bfloat16
     found: dict[str, list[Case]] = {}
     for name in [name for name in registry.AUTOMATIC if name not in unchecked]:
         if device.type == "cpu":
