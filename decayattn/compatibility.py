@@ -116,9 +116,7 @@ _assertion = _probe(
 _wrappers = _probe(
     "torch._C._functorch.is_functorch_wrapped_tensor, .get_unwrapped",
     "values of tensors are not checked under a transform of torch.func",
-    lambda: (
-        _giving(bool, torch._C._functorch.is_functorch_wrapped_tensor, _TRUE), torch._C._functorch.get_unwrapped
-    ),
+    lambda: (_giving(bool, torch._C._functorch.is_functorch_wrapped_tensor, _TRUE), torch._C._functorch.get_unwrapped),
 )
 
 

@@ -215,9 +215,7 @@ class ScalarDecay(Decay):
     def extra_repr(self) -> str:
         half_lives = ", ".join(f"{half_life:g}" for half_life in self.initial_half_lives)
         directions = f"directions={self.directions}, " if self.directions > 1 else ""
-        return (
-            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, {directions}initial_half_lives=({half_lives})"
-        )
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, {directions}initial_half_lives=({half_lives})"
 
 
 class ConstantDecay(Decay):

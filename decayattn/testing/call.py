@@ -32,6 +32,7 @@ FEW = 4
 
 # results with the keys' axis, if they have a token axis; the others have the queries'
 OVER_TOKENS = ("dk", "dv", "dlog_decay")
+NORMS = {"frobenius": 2, "maximum": math.inf}
 
 
 class Arguments(NamedTuple):
@@ -47,9 +48,6 @@ class Arguments(NamedTuple):
 
     def detach(self) -> "Arguments":
         return Arguments._make(x.detach() if isinstance(x, Tensor) else x for x in self)
-
-
-INPUTS = Arguments._fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +87,6 @@ class Comparison(Row):
     @property
     def labels(self) -> dict[str, str]:
         return {"tensor": self.name, "head": f"{self.head[0]}, {self.head[1]}"}
-
-
-NORMS = {"frobenius": 2, "maximum": math.inf}
 
 
 @dataclass(frozen=True)
@@ -239,7 +234,7 @@ class Call:
         def evaluate(*, causal, window, grad_out, grad_lse, **heads):
             floating = {name: x for name, x in heads.items() if x is not None and x.is_floating_point()}
             leaves = {f"d{name}": x.to(torch.float64, copy=True).requires_grad_() for name, x in floating.items()}
-            q, k, v, decay, scale, bias, sink = (leaves.get(f"d{name}", heads[name]) for name in INPUTS)
+            q, k, v, decay, scale, bias, sink = (leaves.get(f"d{name}", heads[name]) for name in Arguments._fields)
             out, lse = decay_attention(  # pairs on the head axis
                 *(x.transpose(0, 1)[None] for x in (q, k, v)),
                 decay if decay is None or decay.ndim == 1 else decay.transpose(0, 1)[None],

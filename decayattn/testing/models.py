@@ -19,7 +19,7 @@ from decayattn import reference
 from decayattn.nn.attention import DecayFlashAttention
 from decayattn.problem import AttentionProblem, BackendName, Inputs, without_autocast
 from decayattn.testing.attention import DRAWS, MORE_DRAWS, may_be_chance
-from decayattn.testing.call import INPUTS, NORMS, Arguments, Call, Row, Verdict, bounds_of, ratio
+from decayattn.testing.call import NORMS, Arguments, Call, Row, Verdict, bounds_of, ratio
 
 # Two float64 evaluations of one loss may differ by this fraction of a parameter's gradient; if that cancels, by this
 # fraction of all gradients together
@@ -276,4 +276,4 @@ class _RoundedAttention(torch.autograd.Function):
                         sign = torch.randint(0, 2, size.shape, generator=generator).to(size) * 2 - 1
                         error = torch.finfo(call.problem.accumulator_dtype).eps * sign * size
                         results[name] = results[name] + error.to(results[name].dtype)
-        return None, None, *(results.get(f"d{name}") for name in INPUTS)
+        return None, None, *(results.get(f"d{name}") for name in Arguments._fields)
