@@ -1,7 +1,4 @@
-"""Calls of every backend compared with float64: three shapes, the plan of skipped keys, a token for a cache; times.
-
-They run in processes of their own.
-"""
+"""Calls of every backend, compared with float64 in processes of their own, and the time of one of them."""
 
 import contextlib
 import math

@@ -462,33 +462,29 @@ class DecayFlashAttention(Spared):
         if not x.is_floating_point():
             raise TypeError(f"{name}: expected a floating dtype, got {x.dtype}")
 
-    def _check_memory(self, x: Tensor, memory: Tensor) -> None:
-        self._check_input("memory", memory, x.device)
-        validation.check_same("memory", "batch size of x", x.shape[0], memory.shape[0])
-        if memory.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(f"memory: expected the dtype of x, {x.dtype}, got {memory.dtype}")
-        for name in ("position", "context"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name}: expected None with memory; use a layer without one for cross-attention")
-
     def _check_arguments(self, x: Tensor, given: _CallArguments, others: tuple, unknown: dict) -> int:
         """Check the arguments that decay_attention cannot. Return the position of x's first token; 0 with a cache."""
         if others or unknown:
             validation.refuse_unknown(DecayFlashAttention.forward, unknown, others)
         self._check_input("x", x)
-        if given.cache is not None:
-            if not isinstance(given.cache, DecayCache):
-                raise wrong_type("cache", "a DecayCache", given.cache)
+        if (cache := given.cache) is not None:
+            if not isinstance(cache, DecayCache):
+                raise wrong_type("cache", "a DecayCache", cache)
             self._check_cacheable()
-            names = ("batch_size", "num_heads", "num_kv_heads", "head_dim", "value_dim")
-            expected = (x.shape[0], *(getattr(self, name) for name in names[1:]))
-            got = tuple(getattr(given.cache, name) for name in names)
+            expected = (x.shape[0], self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
+            got = (cache.batch_size, cache.num_heads, cache.num_kv_heads, cache.head_dim, cache.value_dim)
             validation.check_same("cache", "(B, H, H_kv, D, D_v) of the layer and x", expected, got)
-        if given.memory is not None:
-            self._check_memory(x, given.memory)
+        if (memory := given.memory) is not None:
+            self._check_input("memory", memory, x.device)
+            validation.check_same("memory", "batch size of x", x.shape[0], memory.shape[0])
+            if memory.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+                raise TypeError(f"memory: expected the dtype of x, {x.dtype}, got {memory.dtype}")
+            for name in ("position", "context"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}: expected None with memory; use a layer without one for cross-attention")
         self._check_sequences(x, given)
         if given.log_decay is not None:
-            self._check_log_decay(x if given.memory is None else given.memory, given.log_decay)
+            self._check_log_decay(x if memory is None else memory, given.log_decay)
         begin, end = 0, x.shape[1]
         if self.context is not None:
             self._check_position("context")

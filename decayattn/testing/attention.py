@@ -14,7 +14,6 @@ from decayattn.testing.call import Arguments, Call, Comparison, Row, bounds_of, 
 # rounding, and are divided out at the end. Every factor also adds in another order (see explicit_attention). A normal
 # error of one number exceeds twice another one in 3 of 10 cases, and twice the largest of 16 in 1 of 1000.
 DRAWS = tuple(2.0 ** (draw / 16) for draw in range(16))  # 1 first; the others have long mantissas: all is rounded
-
 # For a result that exceeds its budget from DRAWS by less than a factor of CHANCE; a larger excess is not due to chance
 MORE_DRAWS = tuple(2.0 ** (draw / 64) for draw in range(64) if draw % 4)
 CHANCE = 2.0

@@ -23,13 +23,10 @@ Verdict = Literal["ok", "wrong", "cannot tell"]
 # which it is added, the LSE, and the probability of a sink, which comes from the LSE. For float64 inputs it is in
 # float64
 PREFIX_BLOCK = 128
-
 # the oracle's own rounding relative to A, for scores up to thousands
 ORACLE_EPS = 2.0**-40
-
 # Rows or tokens of a head: all values of a smaller head are below a tenth of their size in more than 1 of 10,000 cases
 FEW = 4
-
 # results with the keys' axis, if they have a token axis; the others have the queries'
 OVER_TOKENS = ("dk", "dv", "dlog_decay")
 NORMS = {"frobenius": 2, "maximum": math.inf}

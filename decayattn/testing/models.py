@@ -111,9 +111,6 @@ def compare_model_gradients(
             values = torch.autograd.grad(value * factor, leaves, materialize_grads=True)
         return {name: x.double() / factor for name, x in zip(parameters, values, strict=True)}
 
-    def in_own_precision(backend: BackendName, factor: float = 1.0) -> dict[str, Tensor]:
-        return gradients(copy.deepcopy(model), backend, own, autocast, factor)
-
     if tested is not None:
         for name, p in parameters.items():
             given = tuple(tested[name].shape) if name in tested else None
@@ -122,7 +119,7 @@ def compare_model_gradients(
     with _random_numbers(device) as states, torch.compiler.set_stance("force_eager"):
         oracle, noise = _deterministic(model, gradients, states)
         if tested is None:
-            tested = in_own_precision(backend)
+            tested = gradients(copy.deepcopy(model), backend, own, autocast)
         decays = [layer.decay for layer in _attention_layers(model) if layer.decay is not None]
         of_decays = {parameter for decay in decays for parameter in decay.parameters()}
         dtype = own if autocast is None else autocast
@@ -132,7 +129,7 @@ def compare_model_gradients(
             for factor in factors:
                 rounded = functools.partial(_RoundedAttention.call, factor=factor)
                 with mock.patch.object(reference, "attention", rounded):
-                    eager.append(in_own_precision("reference", factor))
+                    eager.append(gradients(copy.deepcopy(model), "reference", own, autocast, factor))
             rows = [
                 _gradient_row(
                     name, p in of_decays, dtype, p.dtype, tested[name].detach().double(), oracle[name],
