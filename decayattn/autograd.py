@@ -8,7 +8,7 @@ an operator takes a sixth of the host time of a small call.
 import contextlib
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,9 +81,10 @@ def needs_operator(inputs: Inputs) -> bool:
     return is_observed
 
 
-def _is_observed(tensors: Iterable[Tensor]) -> bool:
+def _is_observed(tensors: Sequence[Tensor]) -> bool:
     """True if operators must be visible: to a tracer, a dispatch mode, a torch.func transform, or a Tensor subclass."""
-    return compatibility.has_observers() or not _PLAIN.issuperset(map(type, tensors))
+    # PyTorch resolves a lazy negative (the .imag of a conjugate) for operators; kernels would read the other sign
+    return compatibility.has_observers() or not {*map(type, tensors)} <= _PLAIN or any(map(Tensor.is_neg, tensors))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -120,6 +121,9 @@ def backward(
 ) -> Gradients:
     """Gradients of a `forward`. dq: output buffer for that of q; its last dimension is contiguous."""
     launcher = registry.loaded(registry.resolve(problem, backend, inputs))
+    # hooks of saved tensors may return any strides
+    saved = Saved._make(x if x is None else x.contiguous() for x in saved)
+    out = out if out.stride(-1) == 1 else out.contiguous()
     if problem.is_empty:
         gradients = _allocate_gradients(inputs, saved, requested)
         gradients = gradients._replace(dq=gradients.dq if dq is None else dq)
@@ -305,7 +309,8 @@ def gradients_of(
     d_lse: Tensor | None, requested: GradientRequest,
 ) -> Gradients:
     """`backward` in a backward of autograd; without a problem, the operator."""
-    if problem is not None and not torch.is_grad_enabled() and not _is_observed((d_out,)):
+    given = (d_out,) if d_lse is None else (d_out, d_lse)
+    if problem is not None and not torch.is_grad_enabled() and not _is_observed(given):
         try:
             return backward(problem, inputs, modes.backend, out, saved, d_out, d_lse, requested)
         except RuntimeError as error:

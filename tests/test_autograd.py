@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from decayattn import autograd, decay_attention, decay_attention_varlen
 from decayattn.backends import registry
+from decayattn.nn import DecayCache
 from decayattn.problem import GradientRequest, Gradients, Inputs, Saved
 
 ON_GPU = torch.cuda.is_available()
@@ -173,6 +174,24 @@ def test_gradients_at_padding_do_not_reach_the_sink(device):
     expected = torch.autograd.grad([out, lse], list(leaves.values()), [d_out, d_lse], retain_graph=True)
     d_out[0, :3] = torch.tensor([torch.nan, torch.inf, 1.0])[:, None, None]
     assert_equal(torch.autograd.grad([out, lse], list(leaves.values()), [d_out, d_lse]), expected)
+
+
+def test_kernels_take_lazy_negatives_and_saved_strides(device):
+    def lazily(x: Tensor) -> Tensor:
+        """x, but with the other sign in memory."""
+        return torch.complex(x, -x).conj().imag
+
+    leaves = make(device)
+    values, gradients = list(leaves.values()), [torch.randn_like(x) for x in attend(**leaves)]
+    expected = torch.autograd.grad(attend(**leaves), values, gradients)
+    outputs = attend(**{name: lazily(x) for name, x in leaves.items()})
+    assert_equal(torch.autograd.grad(outputs, values, list(map(lazily, gradients))), expected)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.mT.contiguous().mT if x.ndim > 2 else x):
+        outputs = attend(**leaves)
+    assert_equal(torch.autograd.grad(outputs, values, gradients), expected)
+    cache = DecayCache(2, 20, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=8)
+    with torch.no_grad(), pytest.raises(ValueError, match="got a lazy negative"):
+        cache.attend(leaves["q"], lazily(leaves["k"]), leaves["v"], backend="triton")
 
 
 # torch.func: refused, or right

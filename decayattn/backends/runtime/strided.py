@@ -16,6 +16,8 @@ class Strided(NamedTuple):
 
 def strided(x: Tensor | None) -> Any:
     """Strided of a tensor; None for None."""
+    if x is not None and x.is_neg():
+        raise ValueError("q, k, v, log_decay, scale: expected plain tensors, got a lazy negative; pass x.resolve_neg()")
     return None if x is None else Strided(x, x.stride())
 
 
