@@ -1,6 +1,7 @@
 """The layer's construction, state, names, errors and values of its masks; test_calls.py has its results."""
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -27,6 +28,12 @@ BATCH, TOKENS = 2, 9
 EVERYTHING = {
     "num_kv_heads": 2, "head_dim": 6, "value_dim": 5, "bias": True, "qk_norm": True, "output_gate": True,
     "scale": "learned",
+}
+DECAYS = {
+    "scalar": lambda: "scalar",
+    "learned": lambda: ConstantDecay.alibi(4, learned=True),
+    "frozen": lambda: "constant",
+    "none": lambda: "none",
 }
 tokens = functools.partial(random_tokens, batch=BATCH, length=TOKENS)
 
@@ -63,6 +70,16 @@ def test_autocast_leaves_inputs_of_the_gate_in_float32():
     assert torch.equal(seen[0], seen[1])
 
 
+@pytest.mark.parametrize("decay", DECAYS)
+def test_state_dict_and_deepcopy_keep_outputs(decay):
+    layer = build(decay=DECAYS[decay](), **EVERYTHING)
+    other, x = build(decay=DECAYS[decay](), **EVERYTHING), tokens()
+    assert not torch.equal(other(x), layer(x))
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x))
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+
+
 def test_layer_starts_with_zero_biases_and_unit_norms():
     layer = DecayFlashAttention(96, 4, bias=True, qk_norm="per_head", output_norm=True, scale="learned", sink=True)
     for parameter in (layer.in_proj.bias, layer.out_proj.bias, layer.log_scale, layer.sink):
@@ -71,6 +88,13 @@ def test_layer_starts_with_zero_biases_and_unit_norms():
     layer.decay.bias.data.fill_(5.0)
     layer.reset_parameters()
     assert (layer.decay.bias == 5.0).all()  # the decay resets itself
+
+
+def test_repr_names_sizes_and_options():
+    text = repr(DecayFlashAttention(WIDTH, 4, num_kv_heads=2, scale=0.5, backend="reference"))
+    assert "embed_dim=12, num_heads=4, num_kv_heads=2, head_dim=3, value_dim=3, causal=True, qk_norm=False" in text
+    assert "scale=0.5, backend='reference'" in text
+    assert "(decay): ScalarDecay(" in text
 
 
 # Errors
