@@ -4,11 +4,11 @@ import functools
 import importlib
 import inspect
 import os
-import queue
 import tempfile
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from unittest import mock
 
@@ -42,16 +42,18 @@ class Pool:
         context, self.broken = mp.get_context("spawn"), False
         self.folder = tempfile.TemporaryDirectory()
         self.calls = [context.SimpleQueue() for _ in range(self.ranks)]
-        self.results = context.Queue()
+        # a pipe for each, not a queue for all: a rank may die while it holds the queue's lock
+        self.answers, writers = zip(*(context.Pipe(duplex=False) for _ in range(self.ranks)), strict=True)
         arguments = (self.ranks, self.device, self.seconds, str(Path(self.folder.name, "store")))
         self.processes = [
-            context.Process(target=_work, args=(rank, *arguments, self.calls[rank], self.results), daemon=True)
+            context.Process(target=_work, args=(rank, *arguments, self.calls[rank], writers[rank]), daemon=True)
             for rank in range(self.ranks)
         ]
         for rank, process in enumerate(self.processes):
             # sets have another order on each rank, which must not be that of collectives
             with mock.patch.dict(os.environ, PYTHONHASHSEED=str(rank)):
                 process.start()
+            writers[rank].close()  # the rank has its own; its end ends the pipe
 
     def run(self, function, *args, seconds=_SECONDS, **kwargs):
         """Results of function(*args, **kwargs) on every rank, a function of a module, or its "module.name", which gets
@@ -75,23 +77,20 @@ class Pool:
             calls.put((function, args, kwargs))
         ranks, begun, found, end = self.ranks, set(), {}, time.monotonic() + _START
         while len(found) < ranks:
-            try:
-                rank, error, result = self.results.get(timeout=1)
-            except queue.Empty:
-                dead = {n: (DIED, None) for n in range(ranks) if not self.processes[n].is_alive()}
-                if len(found.keys() | dead.keys()) == ranks:
-                    found = dead | found
-                elif time.monotonic() > end:
-                    answers = "\n".join(f"rank {rank}: {error or 'right'}" for rank, (error, _) in found.items())
-                    raise TimeoutError(
-                        f"{len(begun)} of {ranks} ranks have begun, {len(found)} have answered:\n{answers}"
-                    ) from None
-                continue
-            if error == _BEGUN:
-                begun.add(rank)
-                end = end if len(begun) < ranks else time.monotonic() + seconds
-            else:
-                found[rank] = error, result
+            for reader in wait([self.answers[rank] for rank in range(ranks) if rank not in found], timeout=1):
+                rank = self.answers.index(reader)
+                try:
+                    error, result = reader.recv()
+                except (EOFError, ConnectionError):
+                    error, result = DIED, None
+                if error == _BEGUN:
+                    begun.add(rank)
+                    end = end if len(begun) < ranks else time.monotonic() + seconds
+                else:
+                    found[rank] = error, result
+            if len(found) < ranks and time.monotonic() > end:
+                answers = "\n".join(f"rank {rank}: {error or 'right'}" for rank, (error, _) in found.items())
+                raise TimeoutError(f"{len(begun)} of {ranks} ranks have begun, {len(found)} have answered:\n{answers}")
         self.broken = any(error == DIED for error, _ in found.values())
         return [found[rank] for rank in range(ranks)]
 
@@ -151,7 +150,7 @@ def _meet(device):
     assert total == 2
 
 
-def _work(rank, ranks, device, seconds, store, calls, results):
+def _work(rank, ranks, device, seconds, store, calls, answers):
     torch.set_num_threads(1)
     # init_device_mesh reads them; accelerate expects an address, and finds the group
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
@@ -173,10 +172,10 @@ def _work(rank, ranks, device, seconds, store, calls, results):
             if isinstance(function, str):
                 module, name = function.rsplit(".", 1)
                 function = functools.partial(getattr(importlib.import_module(module), name), group)
-            results.put((rank, _BEGUN, None))
+            answers.send((_BEGUN, None))
             torch.manual_seed(0)
-            results.put((rank, failed, None if failed else function(*args, **kwargs)))
+            answers.send((failed, None if failed else function(*args, **kwargs)))
         except (Exception, pytest.fail.Exception):
-            results.put((rank, traceback.format_exc(), None))
+            answers.send((traceback.format_exc(), None))
     if failed is None:
         dist.destroy_process_group()
