@@ -331,8 +331,9 @@ def draw(report: dict[str, Any]) -> Figure:
     lengths = sorted({row["length"] for run in runs for row in run["reading"]})
     (least, most), seeds = sizes_of(report), len({run["seed"] for run in runs})
     figure = Figure(figsize=(1.5 + 6.5 * len(lengths), 5.2), dpi=150, layout="constrained")
-    figure.suptitle(f"Python source, {least:.1f} to {most:.1f} M parameters, {seeds} seed{'s' * (seeds > 1)}: mean and "
-                    f"range; {report['gpu'] or 'CPU'}", fontsize="medium")
+    spread = f"mean and range of {seeds} seeds" if seeds > 1 else "one seed"
+    figure.suptitle(f"Python source, {least:.1f} to {most:.1f} M parameters, {spread}; {report['gpu'] or 'CPU'}",
+                    fontsize="medium")
     panels = figure.subplots(1, len(lengths), squeeze=False)[0]
     for axes, length in zip(panels, lengths, strict=True):
         _panel(axes, report, length)
