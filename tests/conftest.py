@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_teardown() -> Iterator[None]:
     yield
     # all processes of a run share one GPU: each keeps the memory that most tests need, and gives back more
-    if ON_GPU and torch.cuda.memory_reserved() > 2**28:
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**28:  # and no test hides the GPU
         torch.cuda.empty_cache()
 
 

@@ -18,7 +18,8 @@ packed_arguments = partial(
     dict, q=torch.zeros(5, 4, 8), k=torch.zeros(6, 2, 8), v=torch.zeros(6, 2, 7), max_seqlen_q=3, max_seqlen_k=3,
     cu_seqlens_q=int32(0, 2, 5), cu_seqlens_k=int32(0, 3, 6),
 )
-fraction_arguments = partial(dict, q=torch.zeros(1, 4, 1, 8), k=torch.zeros(1, 4, 1, 8), log_decay=-1.0)
+ON_DEVICE = torch.zeros(1, 4, 1, 8, device="cuda" if torch.cuda.is_available() else "cpu")
+fraction_arguments = partial(dict, q=ON_DEVICE, k=ON_DEVICE, log_decay=-1.0)
 META = {"device": "meta"}
 # decay_attention's tensors, log-decay, scale and names
 TENSORS = [

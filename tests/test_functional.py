@@ -46,7 +46,7 @@ def test_log_decay_broadcasts_over_batch_and_heads(backend, shape, device):
     if len(shape) == 3:
         assert_within_budget(verify_attention(**arguments, backend=backend))
     else:
-        offsets = packed(make(rows=9), 0, 4, 4, 8) | dict(log_decay=arguments["log_decay"])
+        offsets = packed(make(device, rows=9), 0, 4, 4, 8) | dict(log_decay=arguments["log_decay"])
         assert_within_budget(verify_attention_varlen(**offsets, backend=backend))
 
 

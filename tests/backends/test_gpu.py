@@ -55,10 +55,10 @@ def device_events(function) -> list[str]:
 
 
 @pytest.mark.parametrize(("skip_tolerance", "most"), [(None, (2, 3)), ("auto", (4, 4))])
-def test_launches_of_dense_scalar_decay(skip_tolerance, most, monkeypatch):
+@pytest.mark.parametrize("poison_uninitialised_memory", [None], ids=[""])  # the fixture's fills are launches
+def test_launches_of_dense_scalar_decay(skip_tolerance, most, poison_uninitialised_memory):
     """The decay prefix of 1024 tokens takes one, and so does its reverse; a plan of what to skip two more, and its
     mirror one."""
-    monkeypatch.undo()  # filling fresh memory with NaN is the suite's, not the library's
     leaves = make()
     values = list(leaves.values())
     options = dict(skip_tolerance=skip_tolerance, backend="triton")

@@ -1,5 +1,6 @@
 """`python -m decayattn.check`: exit status 0 where all is right, and 1 with the name of each fault."""
 
+import contextlib
 import itertools
 import math
 import os
@@ -123,7 +124,8 @@ def test_right_results_exit_with_0(run, monkeypatch):
     status, printed = run(EAGER, TINY)
     assert status == 0, printed
     assert "All that was checked is right" in printed
-    assert printed.splitlines()[-1].startswith("Not checked, for the reasons above: ")
+    # every backend can be checked on some GPUs
+    assert ON_GPU or printed.splitlines()[-1].startswith("Not checked, for the reasons above: ")
     for title in ("Versions", "torch", "Triton", "Errors against float64"):
         assert title in printed
     assert row(printed, EAGER).endswith("ok")
@@ -253,7 +255,7 @@ def test_interrupted_program_ends_its_processes(monkeypatch):
     monkeypatch.setattr(check, "Tasks", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         check.main(["--device", "cpu"])
-    assert len(started) == len(INTERPRETED)
+    assert len(started) == (1 if ON_GPU else len(INTERPRETED))  # kernels: not interpreted beside a GPU
     assert all(tasks.process.kill.called for tasks in started)
 
 
@@ -269,7 +271,7 @@ def test_speed_is_reported_of_a_right_backend_only(monkeypatch, run, capsys):
         return mock.Mock(**{"blocked_autorange.return_value.median": median})
 
     monkeypatch.setattr(calls, "Timer", timer)
-    monkeypatch.setattr(torch.cuda, "device", mock.MagicMock())
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     lines = calls.measure(timed, "cpu")
     assert lines == [f"{way} 1.000 ms, 2.00x the speed of SDPA without decay" for way in ("forward", "with gradients")]
     run(timed)

@@ -24,7 +24,8 @@ def count_milliseconds(monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> 
     monkeypatch.setattr(harness, "machine", lambda: (device, True))
     for name in ("empty_cache", "synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
+    for name in ("max_memory_allocated", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 7)
 
 
 def run(module: ModuleType, folder: Path, *argv: str) -> tuple[int, dict]:

@@ -228,7 +228,10 @@ def test_rate_gradient_of_large_float16_scores(seed, sink):
 
 @pytest.mark.parametrize(("causal", "dtype"), pairwise([True, False], DTYPES))
 def test_growth(causal, dtype):
+    """Values rise with their place: parts of a rate's gradient that cancel leave less than its budget."""
     inputs = Case(200, 200, 1, 1, causal=causal, dtype=dtype).inputs()
+    inputs["grad_out"] = torch.ones_like(inputs["v"])
+    inputs["v"] += torch.linspace(0, 8, 200, device=DEVICE)[:, None, None]
     for log_decay in (-inputs["log_decay"], torch.randn_like(inputs["log_decay"]), torch.tensor([0.3], device=DEVICE)):
         verify(inputs | dict(log_decay=log_decay))
 

@@ -273,7 +273,7 @@ def test_unused_tokens_reach_nothing(causal, dtype):
 def test_rows_that_see_nothing(incoming):
     """A window that ends before the first key; the gradient of their lse is anything."""
     inputs = make_packed(60, 40, row_scale=True) | offsets([20, 40], [20, 10])
-    inputs["sink"] = torch.full(inputs["q"].shape[1:2], -INF)
+    inputs["sink"] = torch.full(inputs["q"].shape[1:2], -INF, device=DEVICE)
     leaves = [inputs[name].requires_grad_() for name in ("q", "k", "v", "log_decay", "scale", "sink")]
     out, lse = decay_attention_varlen(**inputs, max_seqlen_q=40, max_seqlen_k=20, return_lse=True, backend="triton")
     assert (out[20:50] == 0).all()
