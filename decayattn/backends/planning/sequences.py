@@ -6,7 +6,7 @@ by counting the ends at or before its block. The lengths are on the device, so t
 blocks and does not synchronise.
 """
 
-import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import triton
@@ -111,7 +111,6 @@ def programs(problem: AttentionProblem, tile: int, heads: int, of_keys: bool) ->
     return _most_blocks(problem, of_keys) * (DECAY_BLOCK // tile) * heads
 
 
-@functools.lru_cache(launching.REMEMBERED)
 def constants(problem: AttentionProblem) -> dict[str, bool | int]:
     """Constants of `tile_of_program`. PACKED: one batch entry has all sequences. SEARCHES: to find one among all."""
     searches = 1
@@ -121,13 +120,14 @@ def constants(problem: AttentionProblem) -> dict[str, bool | int]:
 
 
 def fill_outside(
-    problem: AttentionProblem, sequences: Sequences | None, fills: list[tuple[Tensor, float]], of_keys: bool = False,
-    launch: Launch = launching.uncached,
+    problem: AttentionProblem, sequences: Sequences | None, tensors: Iterable[Tensor | None],
+    values: Iterable[float] = (0.0, 0.0, 0.0), of_keys: bool = False, launch: Launch = launching.uncached,
 ) -> None:
     """Fill rows (of_keys: tokens) of tensors (B, T, H, D) or (B, H, T) that have no sequence, or one without keys."""
     if sequences is None:
         return
     axis = sequences.key_axis if of_keys else sequences.query_axis
+    fills = [(x, value) for x, value in zip(tensors, values, strict=False) if x is not None]
     tensors, values = zip(*fills, strict=True)
     strides, shapes = zip(*map(_tokens_first, tensors), strict=True)
     launch(

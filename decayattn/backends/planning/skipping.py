@@ -95,7 +95,7 @@ class _Traits(NamedTuple):
 
 def is_planned(problem: AttentionProblem) -> bool:
     """True if keys may be skipped and the problem is long enough for a plan to save time."""
-    return _can_skip(problem) and min(problem.longest_query, problem.longest_key) >= SHORTEST
+    return min(problem.longest_query, problem.longest_key) >= SHORTEST and _can_skip(problem)
 
 
 def _can_skip(problem: AttentionProblem) -> bool:

@@ -48,7 +48,7 @@ def forward(
         modes = problem, skipping.is_planned(problem), None if bias is None else bias.shape, with_lse, terms is None
         launch = launching.of_call(problem.device, given, *modes)
         sequences = sequence_blocks.find(problem, bounds, launch)
-        fill_outside(problem, sequences, results.of_no_key(), launch=launch)
+        fill_outside(problem, sequences, results, outputs.OF_NO_KEY, launch=launch)
         if log_decay is not None and problem.decay == "scalar":
             prefix = decay_prefix.build(problem, log_decay, sequences=sequences, launch=launch)
         else:
@@ -98,14 +98,14 @@ def backward(
         modes = problem, planned, bias_shape, decay_gradient, bias_gradient, deterministic
         launch = launching.of_call(problem.device, given, *modes, saved=(row_lse2, *prefix, first_block))
         sequences = sequence_blocks.find(problem, bounds, launch)
-        fills = [(x, 0.0) for x in (dq, row_scale_grad, decay_sums) if x is not None]
-        fill_outside(problem, sequences, fills, launch=launch)
-        fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
+        fill_outside(problem, sequences, (dq, row_scale_grad, decay_sums), launch=launch)
+        fill_outside(problem, sequences, (dk, dv), of_keys=True, launch=launch)
         plan = mirror = skipping.as_argument(problem, first_block)
         if plan is not None:
             mirror = skipping.as_argument(problem, skipping.last_granules(problem, first_block, sequences, launch))
         launch(
-            gradients.row_terms_kernel, row_lse2.shape[:2].numel() * cdiv(problem.query_length, _ROW_TERMS_BLOCK),
+            gradients.row_terms_kernel,
+            problem.batch * problem.num_heads * cdiv(problem.query_length, _ROW_TERMS_BLOCK),
             strided(out), strided(d_out), strided(d_lse), row_lse2, sink_probability, delta, score_sums,
             problem.query_length, problem.num_heads, D_V=problem.value_dim, BLOCK_M=_ROW_TERMS_BLOCK,
             BLOCK_DV=padded(problem.value_dim), **COMPILER_OPTIONS,
@@ -219,7 +219,8 @@ def _in_lines(x: Tensor) -> Tensor:
     Triton lays out a tile in shared memory in the order of the tensor. So tiles of other tensors would have lines along
     tokens, of another length than those along D (`_widths`). With D = 1, memory for two values separates the tokens.
     """
-    if x.stride(3) == 1 and x.stride(1) != 1:
+    _, of_tokens, _, of_values = x.stride()
+    if of_values == 1 and of_tokens != 1:
         return x
     dim = x.shape[3]
     return x.new_empty(*x.shape[:3], max(2, dim))[..., :dim].copy_(x)

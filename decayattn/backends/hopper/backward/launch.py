@@ -37,6 +37,7 @@ from decayattn.problem import AttentionProblem, GradientRequest, Gradients, Inpu
 
 # rows of a program of row_terms_kernel; divides every query tile
 _ROW_TERMS_BLOCK = 32
+_side_count = functools.cache(side_count)  # Triton's wrapper takes longer than a launch
 
 
 def backward(
@@ -66,9 +67,8 @@ def backward(
         modes = (problem, skipping.is_planned(problem), decay_gradient, deterministic)
         launch = launching.of_call(problem.device, given, *modes, saved=(row_lse2, *prefix, first_block))
         sequences = sequence_blocks.find(problem, bounds, launch)
-        of_rows = [(x, 0.0) for x in (dq, row_scale_grad) if x is not None]
-        sequence_blocks.fill_outside(problem, sequences, of_rows, launch=launch)
-        sequence_blocks.fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
+        sequence_blocks.fill_outside(problem, sequences, (dq, row_scale_grad), launch=launch)
+        sequence_blocks.fill_outside(problem, sequences, (dk, dv), of_keys=True, launch=launch)
         widths = config.widths(problem.head_dim, problem.value_dim)
         dim = widths.qk
         tile = config.backward(widths)
@@ -84,7 +84,7 @@ def backward(
         new = functools.partial(uninitialised, row_lse2)
         rates = log_decay.contiguous() if constant else None
         blocks = sequence_blocks.decay_blocks(problem)
-        sides = side_count(problem.decay, problem.causal)
+        sides = _side_count(problem.decay, problem.causal)
         decay_of_rows = RowDecay(rates, prefix.beta, prefix.base, problem.key_length, blocks)
         terms = new(head_rows, tiles.row_tiles, sides, tile.rows, bf16_splits.SPLIT_COLUMNS, dtype=torch.bfloat16)
         scale, row_factors, of_scales = inputs.scale, None, None

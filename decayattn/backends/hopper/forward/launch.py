@@ -34,7 +34,7 @@ def forward(
         modes = problem, skipping.is_planned(problem), with_lse, terms is None
         launch = launching.of_call(problem.device, given, *modes)
         sequences = sequence_blocks.find(problem, bounds, launch)
-        sequence_blocks.fill_outside(problem, sequences, results.of_no_key(), launch=launch)
+        sequence_blocks.fill_outside(problem, sequences, results, outputs.OF_NO_KEY, launch=launch)
         widths = config.widths(problem.head_dim, problem.value_dim)
         schedule = config.forward(widths.qk)
         score_scale = _score_scale(inputs)
