@@ -117,19 +117,9 @@ def of_call(
     hooks = triton.knobs.runtime
     if device.type != "cuda" or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         return uncached
-    if _RUN in compatibility.unused:
+    if _RUN in compatibility.unused or any([x is not None and x.data_ptr() % _ALIGNMENT for x in (*tensors, *saved)]):
         return uncached
-    misaligned, kinds = 0, [device, modes]
-    for x in tensors:
-        if x is None:
-            kinds.append(None)
-        else:
-            misaligned |= x.data_ptr()
-            kinds.append(x.dtype)
-            kinds.append(x.stride())
-    for x in saved:
-        misaligned |= x.data_ptr()
-    return uncached if misaligned % _ALIGNMENT else _remembering(tuple(kinds))
+    return _remembering((device, modes, *[None if x is None else (x.dtype, x.stride()) for x in tensors]))
 
 
 class _Remembering:
