@@ -34,7 +34,7 @@ from decayattn.backends.planning.sequences import (
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.dependent_launch import let_next_start
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
-from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
+from decayattn.backends.runtime.launching import Launch
 from decayattn.backends.runtime.strided import contiguous_like, strided
 from decayattn.backends.tiles.bf16_splits import SPLITS, in_splits
 from decayattn.backends.tiles.scores import RESET_BELOW, base2_log_decay
@@ -128,7 +128,7 @@ def constant_split(rates: Tensor, factor: float, counter: Tensor, launch: Launch
     beta = rates.new_empty(rates.shape[0], SPLITS, DECAY_BLOCK, dtype=torch.bfloat16)
     launch(
         _constant_split, rates.shape[0],
-        rates, rates.stride(0), beta, factor, counter, BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS,
+        rates, rates.stride(0), beta, factor, counter, BLOCK=DECAY_BLOCK,
     )
     return beta
 
@@ -162,7 +162,7 @@ def gradient(
 @functools.lru_cache(launching.REMEMBERED)
 def _division(problem: AttentionProblem) -> tuple[bool, int, int, dict[str, Any]]:
     """True if a program has a whole sequence, not a single block; its blocks, the programs, and their constants."""
-    modes = dict(**constants(problem), BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS)
+    modes = dict(**constants(problem), BLOCK=DECAY_BLOCK)
     if problem.longest_key <= _MOST_TOKENS:
         blocks = next_power_of_2(cdiv(problem.longest_key, DECAY_BLOCK))
         return True, blocks, problem.sequences * problem.num_heads, modes

@@ -16,7 +16,7 @@ from torch import Tensor
 from decayattn.backends.planning.offsets import parts_before, start_of_head
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
-from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
+from decayattn.backends.runtime.launching import Launch
 from decayattn.problem import DECAY_BLOCK, AttentionProblem
 
 _BLOCK: tl.constexpr = tl.constexpr(DECAY_BLOCK)
@@ -73,7 +73,7 @@ def find(problem: AttentionProblem, bounds: Tensor | None, launch: Launch = laun
     ends = bounds.new_empty(2, count)
     launch(
         _count_blocks, 2,
-        bounds, ends, problem.sequences, count, BLOCK=DECAY_BLOCK, CHUNK=_COUNTED, **COMPILER_OPTIONS,
+        bounds, ends, problem.sequences, count, BLOCK=DECAY_BLOCK, CHUNK=_COUNTED,
     )
     return Sequences(
         bounds, ends, count, problem.query_length, problem.key_length, decay_blocks(problem),
@@ -134,7 +134,7 @@ def fill_outside(
         _fill_outside, cdiv(axis, DECAY_BLOCK) * problem.batch,
         sequences, tensors, strides, shapes, values, problem.sequences, axis,
         OF_KEYS=of_keys, PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, CHUNK=_CHUNK,
-        WIDTH=next_power_of_2(max(width for _, width in shapes)), TENSORS=len(tensors), num_warps=8, **COMPILER_OPTIONS,
+        WIDTH=next_power_of_2(max(width for _, width in shapes)), TENSORS=len(tensors), num_warps=8,
     )
 
 

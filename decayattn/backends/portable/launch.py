@@ -18,7 +18,6 @@ from decayattn.backends.portable.forward import forward_kernel
 from decayattn.backends.portable.kernel_args import Decay, Sizes, Tiled, Window, broadcast
 from decayattn.backends.runtime import launching, outputs, tma
 from decayattn.backends.runtime.integers import cdiv
-from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.runtime.strided import Strided, contiguous_like, strided
 from decayattn.problem import AttentionProblem, DecayPrefix, GradientRequest, Gradients, Inputs, Precomputed, Saved
 
@@ -108,7 +107,7 @@ def backward(
             problem.batch * problem.num_heads * cdiv(problem.query_length, _ROW_TERMS_BLOCK),
             strided(out), strided(d_out), strided(d_lse), row_lse2, sink_probability, delta, score_sums,
             problem.query_length, problem.num_heads, D_V=problem.value_dim, BLOCK_M=_ROW_TERMS_BLOCK,
-            BLOCK_DV=padded(problem.value_dim), **COMPILER_OPTIONS,
+            BLOCK_DV=padded(problem.value_dim),
         )
 
         row_terms = kernel_args.RowTerms(row_lse2, delta, strided(row_scale), score_sums)
@@ -255,7 +254,7 @@ def _fixed(problem: AttentionProblem, tile: TileConfig, precision: str, shared_b
         # None compiles to nothing, so a call without a window costs nothing
         Window(*(side if side >= 0 else None for side in problem.window)),
         Sizes(*lengths, problem.num_heads), Sizes(*lengths, problem.num_kv_heads),
-        dict(TRAITS=traits, num_warps=tile.num_warps, num_stages=tile.num_stages, **COMPILER_OPTIONS),
+        dict(TRAITS=traits, num_warps=tile.num_warps, num_stages=tile.num_stages),
     )
 
 

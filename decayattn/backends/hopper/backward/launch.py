@@ -30,7 +30,6 @@ from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
 from decayattn.backends.runtime import launching, tma
 from decayattn.backends.runtime.integers import cdiv
-from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.runtime.strided import contiguous_like, strided, uninitialised
 from decayattn.backends.tiles import bf16_splits
 from decayattn.problem import AttentionProblem, GradientRequest, Gradients, Inputs, Saved
@@ -104,7 +103,7 @@ def backward(
             launch(
                 largest_kernel, tiles.key_tiles * kv_heads, strided(k), strided(v), largest, tiles.keys,
                 problem.key_length, tiles.key_tiles, problem.num_kv_heads, KEYS=tile.keys, D=dim,
-                HEAD_DIM=problem.head_dim, VALUE_DIM=problem.value_dim, num_warps=4, **COMPILER_OPTIONS,
+                HEAD_DIM=problem.head_dim, VALUE_DIM=problem.value_dim, num_warps=4,
             )
             units, added = new(*row_lse2.shape, dtype=torch.int32), torch.int32
         added_dq, added_sums = dq_fragments.view(added), None if row_sums is None else row_sums.view(added)
@@ -120,7 +119,7 @@ def backward(
             decay_of_rows if sides == 2 else None,
             -1.0 / score_scale, problem.query_length, tiles.row_tiles, problem.num_heads, head_rows - together * group,
             counters.numel(),
-            TRAITS=traits, num_warps=4, launch_pdl=deterministic, **COMPILER_OPTIONS,
+            TRAITS=traits, num_warps=4, launch_pdl=deterministic,
         )
 
         planned = skipping.is_planned(problem)
@@ -156,7 +155,7 @@ def backward(
                 tile.consumers, dim, widths.read, tile.keys, tile.rows, tile.stages, tile.slots, tile.registers
             ),
             num_warps=4,
-            maxnreg=tile.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,
+            maxnreg=tile.launch_registers, launch_pdl=True,
         )
 
         dq_parts = tiles.row_tiles * (tile.rows // PART.value) * (dim // PART.value)
@@ -165,7 +164,7 @@ def backward(
             added_dq, dq, tiles.rows, dq.stride(), scale, of_scales,
             units, added_sums if deterministic else None, problem.query_length, tiles.row_tiles,
             problem.num_heads, D=dim, HEAD_DIM=problem.head_dim, ROWS=tile.rows,
-            num_warps=4 if row_scale is None else 8, launch_pdl=True, **COMPILER_OPTIONS,
+            num_warps=4 if row_scale is None else 8, launch_pdl=True,
         )
 
         d_log_decay = None
