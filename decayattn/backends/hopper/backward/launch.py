@@ -97,7 +97,7 @@ def backward(
         row_sums = contiguous_like(row_lse2) if decay_gradient and scalar else None
         kv_heads = entries * problem.num_kv_heads
         group = problem.num_heads // problem.num_kv_heads
-        units, added = None, torch.float32
+        units, added_dq, added_sums = None, dq_fragments, row_sums
         if deterministic:
             largest = row_lse2.new_zeros(problem.batch, problem.num_kv_heads, 2)
             launch(
@@ -105,8 +105,8 @@ def backward(
                 problem.key_length, tiles.key_tiles, problem.num_kv_heads, KEYS=tile.keys, D=dim,
                 HEAD_DIM=problem.head_dim, VALUE_DIM=problem.value_dim, num_warps=4,
             )
-            units, added = new(*row_lse2.shape, dtype=torch.int32), torch.int32
-        added_dq, added_sums = dq_fragments.view(added), None if row_sums is None else row_sums.view(added)
+            units, added_dq = new(*row_lse2.shape, dtype=torch.int32), dq_fragments.view(torch.int32)
+            added_sums = None if row_sums is None else row_sums.view(torch.int32)
         # bytes of a head of keys: q and dO of its group, and dq in float32
         rows_size = problem.longest_query * group * dim * (2 * problem.dtype.itemsize + 4)
         together = heads_together(kv_heads, rows_size, minimum=cdiv(config.MIN_CHUNK_TILES, tiles.key_tiles))
