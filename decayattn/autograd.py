@@ -348,7 +348,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        *_, call = arguments
+        call = arguments[-1]
         output = without_gradient(*call)
         _save(ctx, *call, output)
         # with a problem the others are not used, and each output takes host time here and in the backward

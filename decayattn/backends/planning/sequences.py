@@ -6,7 +6,6 @@ by counting the ends at or before its block. The lengths are on the device, so t
 blocks and does not synchronise.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import triton
@@ -120,21 +119,24 @@ def constants(problem: AttentionProblem) -> dict[str, bool | int]:
 
 
 def fill_outside(
-    problem: AttentionProblem, sequences: Sequences | None, tensors: Iterable[Tensor | None],
-    values: Iterable[float] = (0.0, 0.0, 0.0), of_keys: bool = False, launch: Launch = launching.uncached,
+    problem: AttentionProblem, sequences: Sequences | None, tensors: tuple[Tensor | None, ...],
+    values: tuple[float, ...] | None = None, of_keys: bool = False, launch: Launch = launching.uncached,
 ) -> None:
-    """Fill rows (of_keys: tokens) of tensors (B, T, H, D) or (B, H, T) that have no sequence, or one without keys."""
+    """Fill rows (of_keys: tokens) of tensors (B, T, H, D) or (B, H, T) that have no sequence, or one without keys.
+
+    values: one per tensor; by default 0.
+    """
     if sequences is None:
         return
     axis = sequences.key_axis if of_keys else sequences.query_axis
-    fills = [(x, value) for x, value in zip(tensors, values, strict=False) if x is not None]
-    tensors, values = zip(*fills, strict=True)
-    strides, shapes = zip(*map(_tokens_first, tensors), strict=True)
+    values = values or (0.0,) * len(tensors)
+    filled, values = zip(*((x, y) for x, y in zip(tensors, values, strict=True) if x is not None), strict=True)
+    strides, shapes = zip(*map(_tokens_first, filled), strict=True)
     launch(
         _fill_outside, cdiv(axis, DECAY_BLOCK) * problem.batch,
-        sequences, tensors, strides, shapes, values, problem.sequences, axis,
+        sequences, filled, strides, shapes, values, problem.sequences, axis,
         OF_KEYS=of_keys, PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, CHUNK=_CHUNK,
-        WIDTH=next_power_of_2(max(width for _, width in shapes)), TENSORS=len(tensors), num_warps=8,
+        WIDTH=next_power_of_2(max(width for _, width in shapes)), TENSORS=len(filled), num_warps=8,
     )
 
 

@@ -154,8 +154,7 @@ def backward(
             TILE=BackwardTile(
                 tile.consumers, dim, widths.read, tile.keys, tile.rows, tile.stages, tile.slots, tile.registers
             ),
-            num_warps=4,
-            maxnreg=tile.launch_registers, launch_pdl=True,
+            num_warps=4, maxnreg=tile.launch_registers, launch_pdl=True,
         )
 
         dq_parts = tiles.row_tiles * (tile.rows // PART.value) * (dim // PART.value)
