@@ -12,9 +12,8 @@ No block waits for another. One program scans all blocks of a short sequence. Fo
 per block of a launch before it. The reverse does the same.
 """
 
-import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -105,8 +104,9 @@ def build(
     """
     prefix = allocate(problem, log_decay)
     sizes = (problem.key_length, problem.num_heads, sequences)
+    modes = dict(**constants(problem), BLOCK=DECAY_BLOCK)
     sums = None
-    is_whole, blocks, grid, modes = _division(problem)
+    is_whole, blocks, grid = _division(problem)
     if not is_whole:
         together = math.gcd(problem.num_heads, _HEADS)
         sums = tuple(torch.empty_like(prefix.base, dtype=dtype) for dtype in (torch.float64, torch.int32, torch.int32))
@@ -146,8 +146,9 @@ def gradient(
         fill_outside(problem, sequences, (grad[..., None],), of_keys=True, launch=launch)
     sizes = (problem.query_length, problem.key_length, problem.num_heads, sequences)
     segments = (prefix.last_reset, prefix.next_reset)
+    modes = dict(**constants(problem), BLOCK=DECAY_BLOCK)
     heads = None
-    is_whole, blocks, grid, modes = _division(problem)
+    is_whole, blocks, grid = _division(problem)
     if not is_whole:
         heads = torch.empty_like(prefix.base)
         launch(_segment_heads, grid, row_sums, column_sums, *segments, heads, *sizes, **modes)
@@ -159,14 +160,11 @@ def gradient(
     return grad
 
 
-@functools.lru_cache(launching.REMEMBERED)
-def _division(problem: AttentionProblem) -> tuple[bool, int, int, dict[str, Any]]:
-    """True if a program has a whole sequence, not a single block; its blocks, the programs, and their constants."""
-    modes = dict(**constants(problem), BLOCK=DECAY_BLOCK)
+def _division(problem: AttentionProblem) -> tuple[bool, int, int]:
+    """True if a program has a whole sequence, not a single block; its number of blocks, and the number of programs."""
     if problem.longest_key <= _MOST_TOKENS:
-        blocks = next_power_of_2(cdiv(problem.longest_key, DECAY_BLOCK))
-        return True, blocks, problem.sequences * problem.num_heads, modes
-    return False, 1, programs(problem, DECAY_BLOCK, problem.num_heads, of_keys=True), modes
+        return True, next_power_of_2(cdiv(problem.longest_key, DECAY_BLOCK)), problem.sequences * problem.num_heads
+    return False, 1, programs(problem, DECAY_BLOCK, problem.num_heads, of_keys=True)
 
 
 @triton.jit
