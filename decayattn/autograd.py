@@ -122,7 +122,7 @@ def backward(
     """Gradients of a `forward`. dq: output buffer for that of q; its last dimension is contiguous."""
     launcher = registry.loaded(registry.resolve(problem, backend, inputs))
     # hooks of saved tensors may return any strides
-    saved = Saved._make(x if x is None else x.contiguous() for x in saved)
+    saved = Saved._make([x if x is None else x.contiguous() for x in saved])
     out = out if out.stride(-1) == 1 else out.contiguous()
     if problem.is_empty:
         gradients = _allocate_gradients(inputs, saved, requested)
@@ -348,22 +348,22 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        *_, problem, inputs, modes, with_lse = arguments
-        output = without_gradient(problem, inputs, modes, with_lse)
-        _save(ctx, problem, inputs, modes, with_lse, output)
+        call = arguments[-1]
+        output = without_gradient(*call)
+        _save(ctx, *call, output)
         # with a problem the others are not used, and each output takes host time here and in the backward
-        return output if problem is None else output[:2]
+        return output if call[0] is None else output[:2]
 
     @staticmethod
     def backward(ctx, *gradients):
-        return *_differentiate(ctx, *gradients), None, None, None, None
+        return *_differentiate(ctx, *gradients), None
 
 
 def _with_gradient(problem, inputs, modes, with_lse):
     """out, lse and, at the operator, the saved tensors."""
     if needs_gradient(inputs, problem is None):
-        # autograd finds tensors among the arguments, not inside of them
-        return _Differentiable.apply(*inputs.tensors, problem, inputs, modes, with_lse)
+        # autograd finds tensors among the arguments, not inside of them, and takes host time for each argument
+        return _Differentiable.apply(*inputs.tensors, (problem, inputs, modes, with_lse))
     return without_gradient(problem, inputs, modes, with_lse)
 
 

@@ -204,21 +204,23 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> No
         if tensor.ndim != len(axes):
             raise ValueError(f"{name}: expected {len(axes)} dimensions ({', '.join(axes)}), got {tuple(tensor.shape)}")
         check_dtype(name, tensor.dtype)
-    for name, tensor in (("k", k), ("v", v)):
-        check_same(name, "dtype of q", q.dtype, tensor.dtype, TypeError)
-    check_same("v", "sequence length of k", k.shape[-3], v.shape[-3])
-    check_same("v", "number of heads of k", k.shape[-2], v.shape[-2])
-    check_same("k", "head dimension of q", q.shape[-1], k.shape[-1])
-    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
+    check_same("k", "dtype of q", q.dtype, k.dtype, TypeError)
+    check_same("v", "dtype of q", q.dtype, v.dtype, TypeError)
+    (*_, rows, heads, dim), (*_, keys, kv_heads, key_dim), (*_, values, value_heads, value_dim) = (
+        q.shape, k.shape, v.shape
+    )
+    check_same("v", "sequence length of k", keys, values)
+    check_same("v", "number of heads of k", kv_heads, value_heads)
+    check_same("k", "head dimension of q", dim, key_dim)
+    if kv_heads == 0 or heads % kv_heads != 0:
         # more key heads than query heads: rather another order of dimensions than a wrong number of heads
-        fits = k.shape[-2] > q.shape[-2] and k.shape[-3] > 0 and q.shape[-3] % k.shape[-3] == 0
         raise ValueError(
-            f"k: expected heads that divide those of q (grouped queries), got {k.shape[-2]} for {q.shape[-2]}"
-            f"{_order_hint(q, fits)}"
+            f"k: expected heads that divide those of q (grouped queries), got {kv_heads} for {heads}"
+            f"{_order_hint(q, kv_heads > heads and keys > 0 and rows % keys == 0)}"
         )
-    for name, dim in (("q", q.shape[-1]), ("v", v.shape[-1])):
-        if not 1 <= dim <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}: expected a head dimension from 1 to {MAX_HEAD_DIM}, got {dim}")
+    for name, number in (("q", dim), ("v", value_dim)):
+        if not 1 <= number <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}: expected a head dimension from 1 to {MAX_HEAD_DIM}, got {number}")
 
 
 def _check_term(name: str, x: object, q: Tensor, expected: str = "None or a tensor", or_bool: bool = False) -> Tensor:
@@ -241,32 +243,32 @@ def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, k: Tensor, axe
             raise ValueError(f"log_decay: expected a finite number, got {log_decay} (q: {q.dtype})")
         return False
     log_decay = check_tensor("log_decay", log_decay, q.device, expected="None, a number or a tensor")
-    if log_decay.dtype in (torch.float16, torch.bfloat16):
+    dtype, shape = log_decay.dtype, log_decay.shape
+    if dtype in (torch.float16, torch.bfloat16):
         raise TypeError(
-            f"log_decay: expected float32, got {log_decay.dtype}; its rounding errors add up over "
+            f"log_decay: expected float32, got {dtype}; its rounding errors add up over "
             "tokens: compute the gate in float32, or pass log_decay.float()"
         )
-    if log_decay.dtype != torch.float32 and not (log_decay.dtype == q.dtype == torch.float64):
-        raise TypeError(f"log_decay: expected float32 (or float64 with float64 q, k, v), got {log_decay.dtype}")
+    if dtype != torch.float32 and not (dtype == q.dtype == torch.float64):
+        raise TypeError(f"log_decay: expected float32 (or float64 with float64 q, k, v), got {dtype}")
     per_token = (*k.shape[:-2], q.shape[-2])
     # compare ndim first: tuples compare entry by entry whatever their lengths, which guards a symbolic batch
-    if log_decay.ndim > 1 and log_decay.shape == per_token:
+    if len(shape) > 1 and shape == per_token:
         return True
-    if _is_decay(log_decay.shape, per_token):
-        return log_decay.ndim > 1
-    if log_decay.ndim > 2 and log_decay.shape[-1] == 2 and _is_decay(log_decay.shape[:-1], per_token):
+    if _is_decay(shape, per_token):
+        return len(shape) > 1
+    if len(shape) > 2 and shape[-1] == 2 and _is_decay(shape[:-1], per_token):
         if causal:
             raise ValueError(
-                f"log_decay: expected {axes} with causal=True, got a gate per direction, {tuple(log_decay.shape)}; "
+                f"log_decay: expected {axes} with causal=True, got a gate per direction, {tuple(shape)}; "
                 "pass log_decay[..., 0], or causal=False"
             )
         check_same("q", "sequence length of k with a gate per direction", k.shape[-3], q.shape[-3])
         return True
     raise ValueError(
         f"log_decay: expected shape () or (H,) = ({per_token[-1]},) for a constant decay, or {axes} = {per_token} for "
-        f"one per token, where batch and heads may be 1 (and {axes[:-1]}, 2) with causal=False), got "
-        f"{tuple(log_decay.shape)}"
-        f"{_decay_hint(log_decay.shape, q, k, per_token)}"
+        f"one per token, where batch and heads may be 1 (and {axes[:-1]}, 2) with causal=False), got {tuple(shape)}"
+        f"{_decay_hint(shape, q, k, per_token)}"
     )
 
 
@@ -341,7 +343,8 @@ def _order_hint(q: Tensor, fits: bool) -> str:
 
 def is_real(value: object) -> TypeGuard[float]:
     """True for a number of Python or numpy, not for a bool."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    # Real, an abstract class, takes longest
+    return not isinstance(value, (Tensor, bool)) and isinstance(value, Real)
 
 
 def wrong_type(name: str, expected: str, value: object) -> TypeError:

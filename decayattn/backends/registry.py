@@ -99,13 +99,13 @@ def check_name(name: str) -> BackendName:
 
 def select(problem: AttentionProblem, name: str) -> BackendName:
     """Return "reference" or the name for `resolve`, from traceable properties; ValueError for one that cannot run."""
-    name = check_name(name)
-    if name == "reference" or problem.device.type == "meta":
+    name, kind = check_name(name), problem.device.type
+    if name == "reference" or kind == "meta":
         # meta tensors hold no values: every backend returns the same shapes and dtypes, and nothing runs
         return "reference"
     if name == "auto":
         # on a CPU kernels run only in the interpreter, for debugging: that backend must be named
-        candidates = AUTOMATIC if problem.device.type == "cuda" else ()
+        candidates = AUTOMATIC if kind == "cuda" else ()
         runs = any(unavailable(kernel, problem.dtype, problem.device) is None for kernel in candidates)
         return name if runs else "reference"
     _refuse(name, unavailable(name, problem.dtype, problem.device))
@@ -134,10 +134,9 @@ def _refuse(name: str, reason: str | None) -> None:
 
 def resolve(problem: AttentionProblem, name: str, inputs: Inputs) -> str:
     """Return the named kernel backend, if it takes these tensors, or for "auto" the first profitable one that does."""
-    if name == "auto":
-        for kernel in _profitable(problem):
-            if not objection(problem, kernel, inputs):
-                return kernel
+    for kernel in _profitable(problem) if name == "auto" else ():
+        if not objection(problem, kernel, inputs):
+            return kernel
     _refuse(name, objection(problem, name, inputs))
     return name
 

@@ -26,7 +26,7 @@ from decayattn.backends.planning import skipping
 from decayattn.backends.planning.skipping import ALPHA_MARGIN, BETA_MARGIN, CHUNK, MOST_TOGETHER, first_visited
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv
-from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
+from decayattn.backends.runtime.launching import Launch
 from decayattn.backends.runtime.strided import strided
 from decayattn.backends.tiles.decay import DECAY_BLOCK
 from decayattn.backends.tiles.scores import RESET_BELOW, base2_log_decay
@@ -91,7 +91,7 @@ def summarise(
             launch(
                 _complete, heads,
                 terms[0], prefix, strided(log_decay), keys, first_reset, terms[0].shape[2], blocks, length,
-                problem.num_heads, GROUP=group, DECAY=problem.decay, CHUNK=CHUNK, num_warps=1, **COMPILER_OPTIONS,
+                problem.num_heads, GROUP=group, DECAY=problem.decay, CHUNK=CHUNK, num_warps=1,
             )
     return SliceSummary(keys, first_reset, terms)
 
@@ -120,14 +120,14 @@ def first_keys(
         launch(
             _join, heads,
             everyone, everyone.shape[1], place.offsets, summary.first_reset, place.sequence, place.lowest, place.rows,
-            of_blocks, limits, found, rank, blocks, heads, GROUP=group, CHUNK=CHUNK, num_warps=1, **COMPILER_OPTIONS,
+            of_blocks, limits, found, rank, blocks, heads, GROUP=group, CHUNK=CHUNK, num_warps=1,
         )
         together = skipping.programs_together(heads * granules, MOST_TOGETHER)
         if granules:
             launch(
                 _find_first_fetched, heads * cdiv(granules, together),
                 of_blocks, of_granules, limits, place.offsets, found, math.log2(tolerance), rank, blocks, granules,
-                heads, GROUP=group, CHUNK=CHUNK, TOGETHER=together, num_warps=1, **COMPILER_OPTIONS,
+                heads, GROUP=group, CHUNK=CHUNK, TOGETHER=together, num_warps=1,
             )
     return found
 

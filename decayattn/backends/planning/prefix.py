@@ -33,7 +33,7 @@ from decayattn.backends.planning.sequences import (
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.dependent_launch import let_next_start
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
-from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
+from decayattn.backends.runtime.launching import Launch
 from decayattn.backends.runtime.strided import contiguous_like, strided
 from decayattn.backends.tiles.bf16_splits import SPLITS, in_splits
 from decayattn.backends.tiles.scores import RESET_BELOW, base2_log_decay
@@ -104,7 +104,7 @@ def build(
     """
     prefix = allocate(problem, log_decay)
     sizes = (problem.key_length, problem.num_heads, sequences)
-    modes = dict(**constants(problem), BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS)
+    modes = dict(**constants(problem), BLOCK=DECAY_BLOCK)
     sums = None
     is_whole, blocks, grid = _division(problem)
     if not is_whole:
@@ -128,7 +128,7 @@ def constant_split(rates: Tensor, factor: float, counter: Tensor, launch: Launch
     beta = rates.new_empty(rates.shape[0], SPLITS, DECAY_BLOCK, dtype=torch.bfloat16)
     launch(
         _constant_split, rates.shape[0],
-        rates, rates.stride(0), beta, factor, counter, BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS,
+        rates, rates.stride(0), beta, factor, counter, BLOCK=DECAY_BLOCK,
     )
     return beta
 
@@ -143,10 +143,10 @@ def gradient(
     """
     grad = contiguous_like(like)
     if sequences is not None:
-        fill_outside(problem, sequences, [(grad[..., None], 0.0)], of_keys=True, launch=launch)
+        fill_outside(problem, sequences, (grad[..., None],), of_keys=True, launch=launch)
     sizes = (problem.query_length, problem.key_length, problem.num_heads, sequences)
     segments = (prefix.last_reset, prefix.next_reset)
-    modes = dict(**constants(problem), BLOCK=DECAY_BLOCK, **COMPILER_OPTIONS)
+    modes = dict(**constants(problem), BLOCK=DECAY_BLOCK)
     heads = None
     is_whole, blocks, grid = _division(problem)
     if not is_whole:

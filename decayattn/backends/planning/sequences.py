@@ -6,7 +6,6 @@ by counting the ends at or before its block. The lengths are on the device, so t
 blocks and does not synchronise.
 """
 
-import functools
 from typing import NamedTuple
 
 import triton
@@ -16,7 +15,7 @@ from torch import Tensor
 from decayattn.backends.planning.offsets import parts_before, start_of_head
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
-from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
+from decayattn.backends.runtime.launching import Launch
 from decayattn.problem import DECAY_BLOCK, AttentionProblem
 
 _BLOCK: tl.constexpr = tl.constexpr(DECAY_BLOCK)
@@ -73,7 +72,7 @@ def find(problem: AttentionProblem, bounds: Tensor | None, launch: Launch = laun
     ends = bounds.new_empty(2, count)
     launch(
         _count_blocks, 2,
-        bounds, ends, problem.sequences, count, BLOCK=DECAY_BLOCK, CHUNK=_COUNTED, **COMPILER_OPTIONS,
+        bounds, ends, problem.sequences, count, BLOCK=DECAY_BLOCK, CHUNK=_COUNTED,
     )
     return Sequences(
         bounds, ends, count, problem.query_length, problem.key_length, decay_blocks(problem),
@@ -111,7 +110,6 @@ def programs(problem: AttentionProblem, tile: int, heads: int, of_keys: bool) ->
     return _most_blocks(problem, of_keys) * (DECAY_BLOCK // tile) * heads
 
 
-@functools.lru_cache(launching.REMEMBERED)
 def constants(problem: AttentionProblem) -> dict[str, bool | int]:
     """Constants of `tile_of_program`. PACKED: one batch entry has all sequences. SEARCHES: to find one among all."""
     searches = 1
@@ -121,20 +119,24 @@ def constants(problem: AttentionProblem) -> dict[str, bool | int]:
 
 
 def fill_outside(
-    problem: AttentionProblem, sequences: Sequences | None, fills: list[tuple[Tensor, float]], of_keys: bool = False,
-    launch: Launch = launching.uncached,
+    problem: AttentionProblem, sequences: Sequences | None, tensors: tuple[Tensor | None, ...],
+    values: tuple[float, ...] | None = None, of_keys: bool = False, launch: Launch = launching.uncached,
 ) -> None:
-    """Fill rows (of_keys: tokens) of tensors (B, T, H, D) or (B, H, T) that have no sequence, or one without keys."""
+    """Fill rows (of_keys: tokens) of tensors (B, T, H, D) or (B, H, T) that have no sequence, or one without keys.
+
+    values: one per tensor; by default 0.
+    """
     if sequences is None:
         return
     axis = sequences.key_axis if of_keys else sequences.query_axis
-    tensors, values = zip(*fills, strict=True)
-    strides, shapes = zip(*map(_tokens_first, tensors), strict=True)
+    values = values or (0.0,) * len(tensors)
+    filled, values = zip(*((x, y) for x, y in zip(tensors, values, strict=True) if x is not None), strict=True)
+    strides, shapes = zip(*map(_tokens_first, filled), strict=True)
     launch(
         _fill_outside, cdiv(axis, DECAY_BLOCK) * problem.batch,
-        sequences, tensors, strides, shapes, values, problem.sequences, axis,
+        sequences, filled, strides, shapes, values, problem.sequences, axis,
         OF_KEYS=of_keys, PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, CHUNK=_CHUNK,
-        WIDTH=next_power_of_2(max(width for _, width in shapes)), TENSORS=len(tensors), num_warps=8, **COMPILER_OPTIONS,
+        WIDTH=next_power_of_2(max(width for _, width in shapes)), TENSORS=len(filled), num_warps=8,
     )
 
 

@@ -37,7 +37,7 @@ from decayattn.backends.planning.sequences import Sequences, offsets_of_head, ti
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before
 from decayattn.backends.runtime.integers import next_power_of_2
-from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
+from decayattn.backends.runtime.launching import Launch
 from decayattn.backends.runtime.strided import strided
 from decayattn.backends.tiles.decay import DECAY_BLOCK
 from decayattn.backends.tiles.scores import LOG2E
@@ -95,7 +95,7 @@ class _Traits(NamedTuple):
 
 def is_planned(problem: AttentionProblem) -> bool:
     """True if keys may be skipped and the problem is long enough for a plan to save time."""
-    return _can_skip(problem) and min(problem.longest_query, problem.longest_key) >= SHORTEST
+    return min(problem.longest_query, problem.longest_key) >= SHORTEST and _can_skip(problem)
 
 
 def _can_skip(problem: AttentionProblem) -> bool:
@@ -135,7 +135,7 @@ def plan(
         _find_first_blocks, packing.programs(problem, _GRANULE * together, problem.num_heads, of_keys=False),
         prefix.last_reset, prefix.next_reset, of_blocks, (of_granules, of_granules.stride(1) // 2), first_block,
         sequences, _left(problem), math.log2(problem.skip_tolerance), _sizes(problem, granules), CHUNK=CHUNK,
-        TOGETHER=together, num_warps=1, DECAY=problem.decay, **packing.constants(problem), **COMPILER_OPTIONS,
+        TOGETHER=together, num_warps=1, DECAY=problem.decay, **packing.constants(problem),
     )
     return first_block
 
@@ -170,7 +170,7 @@ def summaries(
             strided(log_decay) if problem.decay == "constant" else None, prefix, of_blocks, of_granules, sequences,
             _left(problem), math.log2(problem.skip_tolerance), _sizes(problem, granules), TRAITS=traits,
             num_warps=2 if row_bytes < _PREFETCHED_ROW else 4 if row_bytes <= 2 * _PREFETCHED_ROW else 8,
-            DECAY=problem.decay, **packing.constants(problem), **COMPILER_OPTIONS,
+            DECAY=problem.decay, **packing.constants(problem),
         )
     return of_blocks, of_granules
 
@@ -200,7 +200,7 @@ def last_granules(
     launch(
         _find_last_granules, packing.programs(problem, _DECAY_BLOCK, problem.num_heads, of_keys=True),
         first_block, last, sequences, _sizes(problem, first_block.shape[-1]), **packing.constants(problem),
-        CHUNK=CHUNK, num_warps=1, **COMPILER_OPTIONS,
+        CHUNK=CHUNK, num_warps=1,
     )
     return last
 

@@ -19,7 +19,6 @@ from decayattn.backends.portable.config import padded
 from decayattn.backends.portable.pages import entry_start, has_place, table_and_blocks, token_offset
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
-from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.runtime.strided import Strided, strided
 from decayattn.backends.tiles.scores import RESET_BELOW
 from decayattn.reference import CacheBuffers
@@ -53,7 +52,6 @@ def append(
             ),
             NewTokens(strided(k), strided(v), strided(log_decay), counted, new_first), tokens, kv_heads, heads, copies,
             blocks, TRAITS=AppendTraits(dim, value_dim, copied, summed, padded(dim), padded(value_dim), page),
-            **COMPILER_OPTIONS,
         )
     return first
 

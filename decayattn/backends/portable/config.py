@@ -10,14 +10,14 @@ loads through pointers, "TMA" through descriptors. `python experiments/tools/swe
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from decayattn.backends.runtime.integers import next_power_of_2
 
 
-@dataclass(frozen=True)
-class TileConfig:
+class TileConfig(NamedTuple):
     """block_m query rows × block_n keys per tile; warps and pipeline stages of the launch; TMA descriptors or not.
 
     spill_bytes: upper bound on the register spills of such a kernel. `python experiments/tools/compile_kernels.py`

@@ -27,7 +27,6 @@ from decayattn.backends.portable.pages import CachedTokens, entry_start, table_a
 from decayattn.backends.portable.tiles import add_product, load_scale, load_tile
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
-from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.runtime.strided import strided
 from decayattn.backends.tiles.decay import load_rate, side_of_head
 from decayattn.backends.tiles.scores import (
@@ -134,13 +133,11 @@ def decode(
             strided(q), CachedTokens(strided(keys), strided(values), strided(alpha), table),
             lengths, strided(first), strided(log_decay), strided(row_scale), parts, inputs.scale, left, query_length,
             kv_heads, row_tiles, splits, blocks, TRAITS=traits, num_warps=tile.num_warps, num_stages=tile.num_stages,
-            **COMPILER_OPTIONS,
         )
         launch(
             combine_kernel, batch * kv_heads * rows,
             parts, out, lse, sink, query_length, kv_heads, splits,
             GROUP=group, D_V=value_dim, BLOCK_DV=padded(value_dim), BLOCK_SPLITS=next_power_of_2(splits),
-            **COMPILER_OPTIONS,
         )
         return out, lse
 

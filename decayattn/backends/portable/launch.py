@@ -18,7 +18,6 @@ from decayattn.backends.portable.forward import forward_kernel
 from decayattn.backends.portable.kernel_args import Decay, Sizes, Tiled, Window, broadcast
 from decayattn.backends.runtime import launching, outputs, tma
 from decayattn.backends.runtime.integers import cdiv
-from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.runtime.strided import Strided, contiguous_like, strided
 from decayattn.problem import AttentionProblem, DecayPrefix, GradientRequest, Gradients, Inputs, Precomputed, Saved
 
@@ -48,7 +47,7 @@ def forward(
         modes = problem, skipping.is_planned(problem), None if bias is None else bias.shape, with_lse, terms is None
         launch = launching.of_call(problem.device, given, *modes)
         sequences = sequence_blocks.find(problem, bounds, launch)
-        fill_outside(problem, sequences, results.of_no_key(), launch=launch)
+        fill_outside(problem, sequences, results, outputs.OF_NO_KEY, launch=launch)
         if log_decay is not None and problem.decay == "scalar":
             prefix = decay_prefix.build(problem, log_decay, sequences=sequences, launch=launch)
         else:
@@ -98,17 +97,17 @@ def backward(
         modes = problem, planned, bias_shape, decay_gradient, bias_gradient, deterministic
         launch = launching.of_call(problem.device, given, *modes, saved=(row_lse2, *prefix, first_block))
         sequences = sequence_blocks.find(problem, bounds, launch)
-        fills = [(x, 0.0) for x in (dq, row_scale_grad, decay_sums) if x is not None]
-        fill_outside(problem, sequences, fills, launch=launch)
-        fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
+        fill_outside(problem, sequences, (dq, row_scale_grad, decay_sums), launch=launch)
+        fill_outside(problem, sequences, (dk, dv), of_keys=True, launch=launch)
         plan = mirror = skipping.as_argument(problem, first_block)
         if plan is not None:
             mirror = skipping.as_argument(problem, skipping.last_granules(problem, first_block, sequences, launch))
         launch(
-            gradients.row_terms_kernel, row_lse2.shape[:2].numel() * cdiv(problem.query_length, _ROW_TERMS_BLOCK),
+            gradients.row_terms_kernel,
+            problem.batch * problem.num_heads * cdiv(problem.query_length, _ROW_TERMS_BLOCK),
             strided(out), strided(d_out), strided(d_lse), row_lse2, sink_probability, delta, score_sums,
             problem.query_length, problem.num_heads, D_V=problem.value_dim, BLOCK_M=_ROW_TERMS_BLOCK,
-            BLOCK_DV=padded(problem.value_dim), **COMPILER_OPTIONS,
+            BLOCK_DV=padded(problem.value_dim),
         )
 
         row_terms = kernel_args.RowTerms(row_lse2, delta, strided(row_scale), score_sums)
@@ -219,7 +218,8 @@ def _in_lines(x: Tensor) -> Tensor:
     Triton lays out a tile in shared memory in the order of the tensor. So tiles of other tensors would have lines along
     tokens, of another length than those along D (`_widths`). With D = 1, memory for two values separates the tokens.
     """
-    if x.stride(3) == 1 and x.stride(1) != 1:
+    _, of_tokens, _, of_values = x.stride()
+    if of_values == 1 and of_tokens != 1:
         return x
     dim = x.shape[3]
     return x.new_empty(*x.shape[:3], max(2, dim))[..., :dim].copy_(x)
@@ -254,7 +254,7 @@ def _fixed(problem: AttentionProblem, tile: TileConfig, precision: str, shared_b
         # None compiles to nothing, so a call without a window costs nothing
         Window(*(side if side >= 0 else None for side in problem.window)),
         Sizes(*lengths, problem.num_heads), Sizes(*lengths, problem.num_kv_heads),
-        dict(TRAITS=traits, num_warps=tile.num_warps, num_stages=tile.num_stages, **COMPILER_OPTIONS),
+        dict(TRAITS=traits, num_warps=tile.num_warps, num_stages=tile.num_stages),
     )
 
 

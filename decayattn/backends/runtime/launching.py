@@ -24,11 +24,11 @@ from triton.runtime import JITFunction
 
 from decayattn import compatibility
 
-# launch(kernel, programs, *args, **constants) is kernel[(programs,)](*args, **constants)
+# launch(kernel, programs, *args, **constants) is kernel[(programs,)](*args, **constants, **_COMPILER_OPTIONS)
 Launch = Callable[..., None]
 
 # compile every kernel with this, whatever the default: Triton 3.10 is to stop fusing a·b + c into one rounding
-COMPILER_OPTIONS = {"enable_fp_fusion": True}
+_COMPILER_OPTIONS = {"enable_fp_fusion": True}
 # kernels are specialised for pointers, and for integers, that are multiples of this
 _ALIGNMENT = 16
 # The launch in JITFunction.run that DirectLaunch repeats. If it reads differently, Triton makes all launches
@@ -98,7 +98,7 @@ check_launches(triton.runtime.JITFunction.run)
 
 def uncached(kernel: JITFunction, programs: int, *args: Any, **constants: Any) -> Any:
     """Launch through Triton. Return the compiled kernel, or None from the interpreter, which compiles nothing."""
-    compiled = kernel[(programs,)](*args, **constants)
+    compiled = kernel[(programs,)](*args, **constants, **_COMPILER_OPTIONS)
     if compiled is not None:
         _held[id(compiled)] = compiled
     return compiled
@@ -117,19 +117,9 @@ def of_call(
     hooks = triton.knobs.runtime
     if device.type != "cuda" or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         return uncached
-    if _RUN in compatibility.unused:
+    if _RUN in compatibility.unused or any([x is not None and x.data_ptr() % _ALIGNMENT for x in (*tensors, *saved)]):
         return uncached
-    misaligned, kinds = 0, [device, modes]
-    for x in tensors:
-        if x is None:
-            kinds.append(None)
-        else:
-            misaligned |= x.data_ptr()
-            kinds.append(x.dtype)
-            kinds.append(x.stride())
-    for x in saved:
-        misaligned |= x.data_ptr()
-    return uncached if misaligned % _ALIGNMENT else _remembering(tuple(kinds))
+    return _remembering((device, modes, *[None if x is None else (x.dtype, x.stride()) for x in tensors]))
 
 
 class _Remembering:

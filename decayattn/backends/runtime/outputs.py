@@ -14,10 +14,9 @@ class Outputs(NamedTuple):
     row_lse2: Tensor  # (B, H, T_q): log-sum-exp of the tiles' scores, in base 2, for the backward
     lse: Tensor | None  # (B, H, T_q), if requested
 
-    def of_no_key(self) -> list[tuple[Tensor, float]]:
-        """Return the tensors, each with its value for rows that see no key."""
-        fills = [(self.out, 0.0), (self.row_lse2, torch.inf)]
-        return fills if self.lse is None else [*fills, (self.lse, -torch.inf)]
+
+# their values for rows that see no key
+OF_NO_KEY = (0.0, torch.inf, -torch.inf)
 
 
 def allocate(problem: AttentionProblem, q: Tensor, with_lse: bool, precomputed: Precomputed | None = None) -> Outputs:

@@ -16,9 +16,9 @@ class Strided(NamedTuple):
 
 def strided(x: Tensor | None) -> Any:
     """Strided of a tensor; None for None."""
-    if x is not None and x.is_neg():
-        raise ValueError("q, k, v, log_decay, scale: expected plain tensors, got a lazy negative; pass x.resolve_neg()")
-    return None if x is None else Strided(x, x.stride())
+    if x is None or not x.is_neg():
+        return None if x is None else Strided(x, x.stride())
+    raise ValueError("q, k, v, log_decay, scale: expected plain tensors, got a lazy negative; pass x.resolve_neg()")
 
 
 def contiguous_like(x: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def uninitialised(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -
     The fills were 335 MB per Hopper backward (B4 H16 T8192 D64). torch's switch for them is not per thread.
     """
     if not torch.are_deterministic_algorithms_enabled():
-        return like.new_empty(shape, dtype=dtype)
+        return like.new_empty(*shape, dtype=dtype)  # parsing a tuple takes half as long again
     empty = like.new_empty(0, dtype=dtype)
     storage = torch.UntypedStorage(math.prod(shape) * empty.itemsize, device=like.device)
     return empty.set_(storage, 0, shape)  # type: ignore[call-overload]  # its stride is optional

@@ -107,7 +107,7 @@ def test_triton_is_asked_once_per_constants(log, kernel):
     x = torch.zeros(2, 8)
     for width in (16, 16, 32, 16):
         launching.of_call(GPU, (x, None), "constants")(kernel, 3, x, 7, MODE="a", WIDTH=width, num_warps=4)
-    constants = {"MODE": "a", "WIDTH": 16, "num_warps": 4}
+    constants = {"MODE": "a", "WIDTH": 16, "num_warps": 4, "enable_fp_fusion": True}
     # all parameters in the order of the kernel's, the constants among them
     launched = ("launched", 3, (x, 7, 16, "a", None))
     assert log[:3] == [("asked", (3,), (x, 7), constants), launched, launched]

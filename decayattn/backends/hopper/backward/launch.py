@@ -30,13 +30,13 @@ from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
 from decayattn.backends.runtime import launching, tma
 from decayattn.backends.runtime.integers import cdiv
-from decayattn.backends.runtime.launching import COMPILER_OPTIONS
 from decayattn.backends.runtime.strided import contiguous_like, strided, uninitialised
 from decayattn.backends.tiles import bf16_splits
 from decayattn.problem import AttentionProblem, GradientRequest, Gradients, Inputs, Saved
 
 # rows of a program of row_terms_kernel; divides every query tile
 _ROW_TERMS_BLOCK = 32
+_side_count = functools.cache(side_count)  # Triton's wrapper takes longer than a launch
 
 
 def backward(
@@ -66,9 +66,8 @@ def backward(
         modes = (problem, skipping.is_planned(problem), decay_gradient, deterministic)
         launch = launching.of_call(problem.device, given, *modes, saved=(row_lse2, *prefix, first_block))
         sequences = sequence_blocks.find(problem, bounds, launch)
-        of_rows = [(x, 0.0) for x in (dq, row_scale_grad) if x is not None]
-        sequence_blocks.fill_outside(problem, sequences, of_rows, launch=launch)
-        sequence_blocks.fill_outside(problem, sequences, [(dk, 0.0), (dv, 0.0)], of_keys=True, launch=launch)
+        sequence_blocks.fill_outside(problem, sequences, (dq, row_scale_grad), launch=launch)
+        sequence_blocks.fill_outside(problem, sequences, (dk, dv), of_keys=True, launch=launch)
         widths = config.widths(problem.head_dim, problem.value_dim)
         dim = widths.qk
         tile = config.backward(widths)
@@ -84,7 +83,7 @@ def backward(
         new = functools.partial(uninitialised, row_lse2)
         rates = log_decay.contiguous() if constant else None
         blocks = sequence_blocks.decay_blocks(problem)
-        sides = side_count(problem.decay, problem.causal)
+        sides = _side_count(problem.decay, problem.causal)
         decay_of_rows = RowDecay(rates, prefix.beta, prefix.base, problem.key_length, blocks)
         terms = new(head_rows, tiles.row_tiles, sides, tile.rows, bf16_splits.SPLIT_COLUMNS, dtype=torch.bfloat16)
         scale, row_factors, of_scales = inputs.scale, None, None
@@ -98,16 +97,16 @@ def backward(
         row_sums = contiguous_like(row_lse2) if decay_gradient and scalar else None
         kv_heads = entries * problem.num_kv_heads
         group = problem.num_heads // problem.num_kv_heads
-        units, added = None, torch.float32
+        units, added_dq, added_sums = None, dq_fragments, row_sums
         if deterministic:
             largest = row_lse2.new_zeros(problem.batch, problem.num_kv_heads, 2)
             launch(
                 largest_kernel, tiles.key_tiles * kv_heads, strided(k), strided(v), largest, tiles.keys,
                 problem.key_length, tiles.key_tiles, problem.num_kv_heads, KEYS=tile.keys, D=dim,
-                HEAD_DIM=problem.head_dim, VALUE_DIM=problem.value_dim, num_warps=4, **COMPILER_OPTIONS,
+                HEAD_DIM=problem.head_dim, VALUE_DIM=problem.value_dim, num_warps=4,
             )
-            units, added = new(*row_lse2.shape, dtype=torch.int32), torch.int32
-        added_dq, added_sums = dq_fragments.view(added), None if row_sums is None else row_sums.view(added)
+            units, added_dq = new(*row_lse2.shape, dtype=torch.int32), dq_fragments.view(torch.int32)
+            added_sums = None if row_sums is None else row_sums.view(torch.int32)
         # bytes of a head of keys: q and dO of its group, and dq in float32
         rows_size = problem.longest_query * group * dim * (2 * problem.dtype.itemsize + 4)
         together = heads_together(kv_heads, rows_size, minimum=cdiv(config.MIN_CHUNK_TILES, tiles.key_tiles))
@@ -120,7 +119,7 @@ def backward(
             decay_of_rows if sides == 2 else None,
             -1.0 / score_scale, problem.query_length, tiles.row_tiles, problem.num_heads, head_rows - together * group,
             counters.numel(),
-            TRAITS=traits, num_warps=4, launch_pdl=deterministic, **COMPILER_OPTIONS,
+            TRAITS=traits, num_warps=4, launch_pdl=deterministic,
         )
 
         planned = skipping.is_planned(problem)
@@ -155,8 +154,7 @@ def backward(
             TILE=BackwardTile(
                 tile.consumers, dim, widths.read, tile.keys, tile.rows, tile.stages, tile.slots, tile.registers
             ),
-            num_warps=4,
-            maxnreg=tile.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,
+            num_warps=4, maxnreg=tile.launch_registers, launch_pdl=True,
         )
 
         dq_parts = tiles.row_tiles * (tile.rows // PART.value) * (dim // PART.value)
@@ -165,7 +163,7 @@ def backward(
             added_dq, dq, tiles.rows, dq.stride(), scale, of_scales,
             units, added_sums if deterministic else None, problem.query_length, tiles.row_tiles,
             problem.num_heads, D=dim, HEAD_DIM=problem.head_dim, ROWS=tile.rows,
-            num_warps=4 if row_scale is None else 8, launch_pdl=True, **COMPILER_OPTIONS,
+            num_warps=4 if row_scale is None else 8, launch_pdl=True,
         )
 
         d_log_decay = None

@@ -28,11 +28,7 @@ def tokens(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     Coordinates are (batch, head, token, 0). The descriptor knows the true T and D: elements past an end read as zeros
     and are never written.
     """
-    (batch, length, heads, dim), (batch_stride, token_stride, head_stride, _) = x.shape, x.stride()
-    return _describe(
-        x.data_ptr(), x.dtype, (batch, heads, length, dim), (batch_stride, head_stride, token_stride, 1),
-        (1, 1, rows, width),
-    )
+    return _describe(x.data_ptr(), x.dtype, x.shape, x.stride(), (1, 1, rows, width), order=(0, 2, 1, 3))
 
 
 def slices_unsupported(x: Tensor) -> str | None:
@@ -92,8 +88,11 @@ def plain(x: Tensor, rows: int) -> TensorDescriptor:
 @functools.lru_cache(CACHED_DESCRIPTORS)
 def _describe(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], tile: tuple[int, ...],
-    swizzled: bool = True,
+    swizzled: bool = True, order: tuple[int, ...] | None = None,
 ) -> TensorDescriptor:
+    """Describe tiles of a tensor; order: its dimensions in the order of the descriptor's."""
+    if order is not None:
+        shape, strides = (tuple(sizes[axis] for axis in order) for sizes in (shape, strides))
     layout = _layout(dtype, tile, swizzled)
     return TensorDescriptor(Memory(address, dtype), list(shape), usable_strides(shape, strides), list(tile), layout)
 

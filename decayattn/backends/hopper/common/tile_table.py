@@ -18,7 +18,7 @@ from decayattn.backends.hopper.common.gluon_compat import aggregate
 from decayattn.backends.planning.offsets import parts_before
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv
-from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
+from decayattn.backends.runtime.launching import Launch
 from decayattn.problem import DECAY_BLOCK, AttentionProblem
 
 # words of a line: _list_tiles writes them; load_bounds and row_terms.py read them
@@ -65,7 +65,6 @@ def build(
         _list_tiles, problem.sequences,
         bounds, problem.sequences, row_table, key_table, row_tiles, key_tiles, ROWS=rows, KEYS=keys,
         LAST_FIRST=last_first, PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, CHUNK=_CHUNK,
-        **COMPILER_OPTIONS,
     )
     return Tiles(row_table, key_table, row_tiles, key_tiles)
 

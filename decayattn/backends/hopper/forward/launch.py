@@ -15,7 +15,7 @@ from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
 from decayattn.backends.planning.sequences import Sequences
 from decayattn.backends.runtime import launching, outputs
-from decayattn.backends.runtime.launching import COMPILER_OPTIONS, Launch
+from decayattn.backends.runtime.launching import Launch
 from decayattn.backends.runtime.strided import strided
 from decayattn.problem import AttentionProblem, DecayPrefix, Inputs, Precomputed, Saved
 
@@ -34,7 +34,7 @@ def forward(
         modes = problem, skipping.is_planned(problem), with_lse, terms is None
         launch = launching.of_call(problem.device, given, *modes)
         sequences = sequence_blocks.find(problem, bounds, launch)
-        sequence_blocks.fill_outside(problem, sequences, results.of_no_key(), launch=launch)
+        sequence_blocks.fill_outside(problem, sequences, results, outputs.OF_NO_KEY, launch=launch)
         widths = config.widths(problem.head_dim, problem.value_dim)
         schedule = config.forward(widths.qk)
         score_scale = _score_scale(inputs)
@@ -72,7 +72,7 @@ def forward(
             (score_scale, strided(row_scale)), *limits_of(problem), work_tiles, tiles.row_tiles, problem.num_heads,
             group, heads_together(head_rows, keys_and_values, group), problem.query_length, problem.key_length,
             sequence_blocks.decay_blocks(problem), first_block.shape[-1], MODES=modes, TILE=tile, num_warps=4,
-            maxnreg=schedule.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,
+            maxnreg=schedule.launch_registers, launch_pdl=True,
         )
         return out, lse, Saved(row_lse2, *prefix, first_block)
 
