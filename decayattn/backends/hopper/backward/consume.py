@@ -25,8 +25,8 @@ from decayattn.backends.tiles.scores import LOG2E
 
 @gluon.jit
 def _walk(
-    schedule, shared, dq_memory, units, dk_desc, decay, scale, WARPGROUP: gl.constexpr, ZEROS: gl.constexpr,
-    NEXT_TILE: gl.constexpr, END_HEAD: gl.constexpr, STORE: gl.constexpr,
+    consuming, WARPGROUP: gl.constexpr, ZEROS: gl.constexpr, NEXT_TILE: gl.constexpr, END_HEAD: gl.constexpr,
+    STORE: gl.constexpr,
 ):
     """Run one consumer warpgroup: its part of every work tile, through the query tiles that see the tile's keys.
 
@@ -42,11 +42,12 @@ def _walk(
         rows or None)
     previous: the previous visit as tile · SIDES + side; −1 if there is none in this head
     """
-    COMMON_KEYS: gl.constexpr = shared.COMMON_KEYS
+    schedule, shared, dq_memory, units, dk_desc, decay, scale = consuming
+    COMMON_KEYS: gl.constexpr = shared.TILE.common_keys
     # consumers of consume_256.py share their keys, and the second one makes the sums
     OWN: gl.constexpr = 0 if COMMON_KEYS else WARPGROUP
-    KEY_SUMS: gl.constexpr = schedule.DECAY_GRADIENT and (WARPGROUP == 1 or not COMMON_KEYS)
-    KEY: gl.constexpr = gl.SliceLayout(1, product_layout(shared.SCORE_ROWS))
+    KEY_SUMS: gl.constexpr = schedule.MODES.decay_gradient and (WARPGROUP == 1 or not COMMON_KEYS)
+    KEY: gl.constexpr = gl.SliceLayout(1, product_layout(shared.TILE.score_rows))
     index = shared.published_index(0)
     count = index * 0
     n = index * 0
@@ -55,15 +56,15 @@ def _walk(
         key = work.bounds.start + OWN * WARPGROUP_KEYS + gl.arange(0, WARPGROUP_KEYS, KEY)
         inside = gl.minimum(key, work.bounds.key_length - 1)
         dk, dv = ZEROS(shared, WARPGROUP)
-        for member in range(schedule.GROUP):
-            tokens = work.first_token(member)
+        for member in range(schedule.MODES.group):
+            tokens = work.bounds.tokens(work.head_row(member))
             key_alpha, rows, ends = keys_of_head(work, member, tokens, key, inside, decay)
-            first_part = work.first_tile(member) * shared.DQ_PARTS + shared.first_part(WARPGROUP)
-            dq_target = (dq_memory, first_part, decay.sums.rows, work.first_row(member), units)
+            first_part = work.first_tile(member) * shared.TILE.dq_parts + shared.first_part(WARPGROUP)
+            dq_target = (dq_memory, first_part, decay.row_sums, work.first_row(member), units)
             key_sum = gl.zeros([WARPGROUP_KEYS, 4], gl.float32, SHARES)
             # the previous visit, as tile · SIDES + side
             previous = -1
-            for side in range(schedule.SIDES):
+            for side in range(schedule.MODES.sides):
                 first, end = work.rows_of_side(rows, side)
                 visited = work.visited(ends, side)
                 # wait late, so that the loads above run while the keys arrive
@@ -81,13 +82,13 @@ def _walk(
                             n, tile, previous, (dk, dv, key_sum), (key, key_alpha, first, end), work, shared, dq_target,
                             scale * LOG2E, WARPGROUP, PARTIAL,
                         )
-                        previous = tile * schedule.SIDES + side
+                        previous = tile * schedule.MODES.sides + side
                         n = opaque_next(n)
-                if schedule.SIDES == 2:
+                if schedule.MODES.sides == 2:
                     # right of the diagonal the sign is reversed: with a change of sign after each side, sums are
                     # left − right
                     key_alpha, key_sum = -key_alpha, -key_sum
-            is_last = member == schedule.GROUP - 1
+            is_last = member == schedule.MODES.group - 1
             if not COMMON_KEYS:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
                 if is_last:
                     # store dv to the buffer of this warpgroup's values
@@ -109,20 +110,12 @@ def _walk(
 
 
 @gluon.jit
-def consume(schedule, shared, dq_memory, units, dk_desc, decay, scale, WARPGROUP: gl.constexpr):
+def consume(consuming, WARPGROUP: gl.constexpr):
     """Run one consumer warpgroup."""
-    if shared.COMMON_KEYS:
-        _walk(
-            schedule, shared, dq_memory, units, dk_desc, decay, scale, WARPGROUP,
-            zeros_256, next_tile_256, end_head_256, store_256,
-        )
-    elif shared.BLOCKS > 1:
-        _walk(
-            schedule, shared, dq_memory, units, dk_desc, decay, scale, WARPGROUP,
-            zeros_192, next_tile_192, end_head_192, store_192,
-        )
+    _, shared, _, _, _, _, _ = consuming
+    if shared.TILE.common_keys:
+        _walk(consuming, WARPGROUP, zeros_256, next_tile_256, end_head_256, store_256)
+    elif shared.TILE.blocks > 1:
+        _walk(consuming, WARPGROUP, zeros_192, next_tile_192, end_head_192, store_192)
     else:
-        _walk(
-            schedule, shared, dq_memory, units, dk_desc, decay, scale, WARPGROUP,
-            zeros_128, next_tile_128, end_head_128, store_128,
-        )
+        _walk(consuming, WARPGROUP, zeros_128, next_tile_128, end_head_128, store_128)

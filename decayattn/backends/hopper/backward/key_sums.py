@@ -48,9 +48,9 @@ def _row_bits(rows):
 @gluon.jit
 def sum_operands(shared, DECAY: gl.constexpr, PARTIAL: gl.constexpr):
     """Return the weights of a tile's rows, (1, columns, rows), and zeros of the product (64 keys, columns)."""
-    weights = shared.constants.weights
+    weights = shared.weights
     if DECAY == "constant" and PARTIAL:
-        weights = shared.constants.bits
+        weights = shared.bits
     SUMS: gl.constexpr = weights.shape[1]
     return weights, gl.zeros([WARPGROUP_KEYS, SUMS], gl.float32, product_layout(SUMS))
 
@@ -101,9 +101,9 @@ def partial_distance_sum(of_bits, own_row, ROWS: gl.constexpr):
 @gluon.jit
 def key_sum_of_tile(of_keys, work, tile, key, PARTIAL: gl.constexpr):
     """Return a query tile's contribution to the sums of keys, from the product issued with dk."""
-    ROWS: gl.constexpr = work.schedule.ROWS
-    own_row = key - work.first_position() - tile * ROWS
-    if work.schedule.DECAY == "scalar":
+    ROWS: gl.constexpr = work.schedule.TILE.rows
+    own_row = key - work.bounds.first_position() - tile * ROWS
+    if work.schedule.MODES.decay == "scalar":
         total = copies_of_sum(of_keys)
     elif PARTIAL:
         total = partial_distance_sum(of_keys, own_row, ROWS)
@@ -115,12 +115,13 @@ def key_sum_of_tile(of_keys, work, tile, key, PARTIAL: gl.constexpr):
 @gluon.jit
 def store_key_sums(done, member, key_sum, decay, NTH: gl.constexpr):
     """Store the sums of a query head over WARPGROUP_KEYS keys of a work tile."""
-    tokens, start = done.first_token(member), done.bounds.start + NTH * WARPGROUP_KEYS
+    bounds, head_row = done.bounds, done.head_row(member)
+    tokens, start = bounds.tokens(head_row), bounds.start + NTH * WARPGROUP_KEYS
     total = gl.sum(key_sum, 1)
-    if done.schedule.DECAY == "scalar":
+    if done.schedule.MODES.decay == "scalar":
         total *= 0.25  # of 4 copies
         share = gl.arange(0, WARPGROUP_KEYS, total.type.layout)
-        here = decay.sums.columns + tokens + start + share
-        gl.store(here, total, mask=start + share < done.bounds.key_length)
+        here = decay.key_sums + tokens + start + share
+        gl.store(here, total, mask=start + share < bounds.key_length)
     else:
-        gl.store(decay.sums.rates + done.first_block(member) * 2 + start // WARPGROUP_KEYS, gl.sum(total, 0))
+        gl.store(decay.rate_sums + bounds.blocks(head_row) * 2 + start // WARPGROUP_KEYS, gl.sum(total, 0))

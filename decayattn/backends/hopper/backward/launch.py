@@ -7,13 +7,7 @@ import torch
 from torch import Tensor
 
 from decayattn.backends.hopper import config
-from decayattn.backends.hopper.backward.kernel import (
-    BackwardDecay,
-    BackwardModes,
-    BackwardSums,
-    BackwardTile,
-    gradients_kernel,
-)
+from decayattn.backends.hopper.backward.kernel import BackwardDecay, gradients_kernel
 from decayattn.backends.hopper.backward.row_terms import (
     RowDecay,
     RowTermsTraits,
@@ -21,9 +15,8 @@ from decayattn.backends.hopper.backward.row_terms import (
     row_terms_kernel,
     unpack_dq_kernel,
 )
-from decayattn.backends.hopper.backward.work import side_count
 from decayattn.backends.hopper.common import descriptors, tile_table
-from decayattn.backends.hopper.common.call import heads_together, limits_of, source_of
+from decayattn.backends.hopper.common.call import Modes, heads_together, limits_of, source_of
 from decayattn.backends.hopper.common.fragments import FACTORS, FRAGMENT_COLUMNS, FRAGMENT_ROWS, PART
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as sequence_blocks
@@ -84,7 +77,9 @@ def backward(
         new = functools.partial(uninitialised, row_lse2)
         rates = log_decay.contiguous() if constant else None
         blocks = sequence_blocks.decay_blocks(problem)
-        sides = side_count(problem.decay, problem.causal)
+        group = problem.num_heads // problem.num_kv_heads
+        modes = Modes.of(problem, row_scales=problem.row_scale, decay_gradient=decay_gradient, group=group)
+        sides = modes.sides
         decay_of_rows = RowDecay(rates, prefix.beta, prefix.base, problem.key_length, blocks)
         terms = new(head_rows, tiles.row_tiles, sides, tile.rows, bf16_splits.SPLIT_COLUMNS, dtype=torch.bfloat16)
         scale, row_factors, of_scales = inputs.scale, None, None
@@ -97,7 +92,6 @@ def backward(
         dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * dim // columns, columns)
         row_sums = contiguous_like(row_lse2) if decay_gradient and scalar else None
         kv_heads = entries * problem.num_kv_heads
-        group = problem.num_heads // problem.num_kv_heads
         units, added = None, torch.float32
         if deterministic:
             largest = row_lse2.new_zeros(problem.batch, problem.num_kv_heads, 2)
@@ -123,8 +117,7 @@ def backward(
             TRAITS=traits, num_warps=4, launch_pdl=deterministic, **COMPILER_OPTIONS,
         )
 
-        planned = skipping.is_planned(problem)
-        mirror = skipping.last_granules(problem, first_block, sequences, launch) if planned else first_block
+        mirror = skipping.last_granules(problem, first_block, sequences, launch) if modes.planned else first_block
         source = source_of(problem)
         column_sums = contiguous_like(prefix.beta) if decay_gradient and scalar else None
         rate_sums = None
@@ -134,11 +127,7 @@ def backward(
                 rate_sums.zero_()  # there may be more blocks than tiles
         decay_tensors = BackwardDecay(
             rates, prefix.beta, prefix.base, prefix.last_reset, prefix.next_reset, mirror,
-            BackwardSums(added_sums, column_sums, rate_sums),
-        )
-        modes = BackwardModes(
-            group, problem.decay, decay_gradient, ragged=bounds is not None, window=problem.window != (-1, -1),
-            planned=planned, causal=problem.causal, row_scales=problem.row_scale,
+            added_sums, column_sums, rate_sums,
         )
         launch(
             gradients_kernel, min(tiles.key_tiles * kv_heads, launching.multiprocessors(problem.device)),
@@ -151,11 +140,7 @@ def backward(
             decay_tensors, (row_lse2 if tiles.keys is None else tiles.keys, counters),
             scale if row_factors is None else descriptors.plain(row_factors[1], 1), *limits_of(problem),
             problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles, entries,
-            problem.num_heads, together, MODES=modes,
-            TILE=BackwardTile(
-                tile.consumers, dim, widths.read, tile.keys, tile.rows, tile.stages, tile.slots, tile.registers
-            ),
-            num_warps=4,
+            problem.num_heads, together, MODES=modes, TILE=tile, num_warps=4,
             maxnreg=tile.launch_registers, launch_pdl=True, **COMPILER_OPTIONS,
         )
 

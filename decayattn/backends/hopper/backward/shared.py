@@ -12,18 +12,6 @@ DK_BLOCKS: gl.constexpr = gl.constexpr(3)
 
 
 @aggregate
-class BackwardConstants:
-    """Buffers that are written once, before all work tiles."""
-
-    zeros: gl.shared_memory_descriptor  # (8, 256): initial values of dq
-    ones: gl.shared_memory_descriptor  # (1, 8, keys of a product)
-    weights: gl.shared_memory_descriptor  # (1, 8, ROWS): weights of rows in the sums of keys
-    bits: gl.shared_memory_descriptor  # (1, 16, ROWS): the same in partial tiles of a constant decay (key_sums.py)
-    # consume_192.py only, (2, 64, 16): ones_of_splits for the rows' LSE₂, and for their Δ
-    splits: gl.shared_memory_descriptor
-
-
-@aggregate
 class BackwardBarriers:
     """Barriers of the backward; kernel.py lists arrivals and waits of each."""
 
@@ -41,8 +29,11 @@ class BackwardBarriers:
     scaled_ready: gl.shared_memory_descriptor  # both have stored dS times scales of rows
 
     @gluon.jit
-    def init(self, STAGES: gl.constexpr, SLOTS: gl.constexpr, COMMON_KEYS: gl.constexpr, SCALED: gl.constexpr):
+    def init(self, MODES: gl.constexpr, TILE: gl.constexpr):
         """Initialise each barrier for the number of arrivals in a phase of it."""
+        COMMON_KEYS: gl.constexpr = TILE.common_keys
+        STAGES: gl.constexpr = TILE.stages
+        SLOTS: gl.constexpr = TILE.slots
         for stage in gl.static_range(STAGES):
             mbarrier.init(self.queries_ready.index(stage), count=1)
             mbarrier.init(self.d_outs_ready.index(stage), count=1)
@@ -55,28 +46,30 @@ class BackwardBarriers:
         mbarrier.init(self.keys_ready, count=1)
         if not COMMON_KEYS:
             mbarrier.init(self.keys_read, count=2)
-        if SCALED:
+        if COMMON_KEYS and MODES.row_scales:
             mbarrier.init(self.scaled_ready, count=2)
         mbarrier.init(self.dv_ready, count=2)
 
 
 @gluon.jit
-def allocate_barriers(STAGES: gl.constexpr, SLOTS: gl.constexpr, COMMON_KEYS: gl.constexpr, SCALED: gl.constexpr):
-    """Allocate the barriers. SCALED: including scaled_ready.
+def allocate_barriers(MODES: gl.constexpr, TILE: gl.constexpr):
+    """Allocate the barriers.
 
     A field without waiters is another field's barrier (pipelines.make_pipeline has the reason).
     """
     LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
+    COMMON_KEYS: gl.constexpr = TILE.common_keys
+    STAGES: gl.constexpr = TILE.stages
     queries_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
     d_outs_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
     first_scores = empty if COMMON_KEYS else gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
-    d_scores_ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], LAYOUT)
+    d_scores_ready = gl.allocate_shared_memory(gl.int64, [TILE.slots, 1], LAYOUT)
     read = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
     keys_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
     keys_read = read if COMMON_KEYS else gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
     dv_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
-    scaled_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT) if SCALED else read
+    scaled_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT) if COMMON_KEYS and MODES.row_scales else read
     return BackwardBarriers(
         queries_ready, d_outs_ready, empty, first_scores, d_scores_ready, read, keys_ready, keys_read, dv_ready, read,
         scaled_ready,
@@ -87,9 +80,9 @@ def allocate_barriers(STAGES: gl.constexpr, SLOTS: gl.constexpr, COMMON_KEYS: gl
 class BackwardShared:
     """All shared memory of the backward, with the barriers that guard each part (kernel.py)."""
 
-    keys: gl.shared_memory_descriptor  # (2 · BLOCKS, 1, …, 64, D / BLOCKS)
+    keys: gl.shared_memory_descriptor  # (2 · blocks, 1, …, 64, D / blocks)
     values: gl.shared_memory_descriptor  # (2, 1, …, 64, D_v); at the end dv, which is stored from here
-    queries: gl.shared_memory_descriptor  # (STAGES · BLOCKS, 1, …, ROWS, D / BLOCKS)
+    queries: gl.shared_memory_descriptor  # (STAGES · blocks, 1, …, ROWS, D / blocks)
     d_outs: gl.shared_memory_descriptor  # (STAGES, 1, …, ROWS, D_v)
     terms: gl.shared_memory_descriptor  # (STAGES, ROWS, 16)
     factors: gl.shared_memory_descriptor  # (STAGES · FACTORS, 1, ROWS), with a scale per row
@@ -98,39 +91,39 @@ class BackwardShared:
     d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS); then dk
     p: gl.shared_memory_descriptor  # (1, 64, ROWS), of consume_256.py only: Pᵀ
     dq_parts: gl.shared_memory_descriptor  # (2, 16, 256), of consume_128.py only
-    constants: BackwardConstants
+    # written once, before all work tiles
+    zeros: gl.shared_memory_descriptor  # (8, 256): initial values of dq
+    ones: gl.shared_memory_descriptor  # (1, 8, keys of a product)
+    weights: gl.shared_memory_descriptor  # (1, 8, ROWS): weights of rows in the sums of keys
+    bits: gl.shared_memory_descriptor  # (1, 16, ROWS): the same in partial tiles of a constant decay (key_sums.py)
+    # consume_192.py only, (2, 64, 16): ones_of_splits for the rows' LSE₂, and for their Δ
+    splits: gl.shared_memory_descriptor
     barriers: BackwardBarriers
     published: Pipeline  # index of the work tile: one word
-    STAGES: gl.constexpr
-    SLOTS: gl.constexpr
-    BLOCKS: gl.constexpr  # buffers that make up one tile of q or k
-    COMMON_KEYS: gl.constexpr  # both warpgroups have all keys of a work tile (consume_256.py)
-    READ: gl.constexpr  # columns of q and k that hold values
-    SCORE_ROWS: gl.constexpr  # rows of the scores that a warpgroup has at once
-    DQ_PARTS: gl.constexpr  # parts of dq of a query tile, (64, 64) each
+    TILE: gl.constexpr
 
     @gluon.jit
     def stage(self, n):
-        return n % self.STAGES
+        return n % self.TILE.stages
 
     @gluon.jit
     def phase(self, n):
-        return (n // self.STAGES) & 1
+        return (n // self.TILE.stages) & 1
 
     @gluon.jit
     def slot(self, n):
         """Slot of dSᵀ of the n-th tile; n may be −1."""
-        return (n + self.SLOTS) % self.SLOTS
+        return (n + self.TILE.slots) % self.TILE.slots
 
     @gluon.jit
     def first_part(self, WARPGROUP: gl.constexpr):
         """First part of dq that a warpgroup adds; those of consume_192.py take turns."""
-        return 0 if self.BLOCKS > 1 else WARPGROUP * (self.DQ_PARTS // 2)
+        return 0 if self.TILE.blocks > 1 else WARPGROUP * (self.TILE.dq_parts // 2)
 
     @gluon.jit
     def wait_d_scores(self, n, pred=True):
         """Wait until both warpgroups have stored dSᵀ of the n-th tile."""
-        mbarrier.wait(self.barriers.d_scores_ready.index(self.slot(n)), (n // self.SLOTS) & 1, pred=pred)
+        mbarrier.wait(self.barriers.d_scores_ready.index(self.slot(n)), (n // self.TILE.slots) & 1, pred=pred)
 
     @gluon.jit
     def publish(self, count, index):
