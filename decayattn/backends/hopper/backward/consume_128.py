@@ -109,7 +109,7 @@ def next_tile_128(
         mbarrier.wait(shared.barriers.d_scores_read, (n - 1) & 1, pred=n > 0)
     # loaded after both waits: if one came between, ptxas 13.4 (Triton 3.9) would copy the 32 registers for each of the
     # products, and Triton 3.6 would synchronise the warps three times more
-    before = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, D, LOADED)
+    before = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, LOADED)
     if LOADED:
         arrive(shared.barriers.d_scores_read)
     shared.d_scores.index(shared.slot(n) * 2 + WARPGROUP).store(dsT)
@@ -120,7 +120,7 @@ def next_tile_128(
     # dv is done by now. Keeping its operand in registers would leave ptxas too few at D = 128, and serialise the
     # products below
     dv = warpgroup_mma_wait(0, (dv,))
-    dq, row_sum = start_dq_part(shared, n, before, WARPGROUP, D, ROW_SUMS, LOADED)
+    dq, row_sum = start_dq_part(shared, n, before, WARPGROUP, ROW_SUMS, LOADED)
     left = gl.convert_layout(dsT, OPERAND)
     left_of_dk = operand_of_dk(left, d_scores, shared, stage, ROW_SCALES)
     dk = warpgroup_mma(left_of_dk, query, dk, is_async=True)
@@ -163,22 +163,14 @@ def _dk_staging(dk_desc, shared, n, HALF: gl.constexpr, WARPGROUP: gl.constexpr)
 
 
 @gluon.jit
-def zeros_128(shared, WARPGROUP: gl.constexpr):
-    """Return (dk, dv) before the first query tile."""
-    D: gl.constexpr = shared.keys.shape[-1]
-    dk = gl.zeros([WARPGROUP_KEYS, D], gl.float32, product_layout(D))
-    return dk, dk
-
-
-@gluon.jit
 def end_head_128(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
     """Add dq and the row sums of a head's last visit."""
     D: gl.constexpr = shared.keys.shape[-1]
     ROW_SUMS: gl.constexpr = work.schedule.MODES.row_sums
     LOADED: gl.constexpr = is_loaded(D, work.schedule.MODES)
     shared.wait_d_scores(n - 1, pred=previous >= 0)
-    last = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, D, LOADED)
-    dq, row_sum = start_dq_part(shared, n, last, WARPGROUP, D, ROW_SUMS, LOADED)
+    last = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, LOADED)
+    dq, row_sum = start_dq_part(shared, n, last, WARPGROUP, ROW_SUMS, LOADED)
     units = units_of_dq(dq_target, previous, work, WARPGROUP if D == 64 else 0)
     dq, row_sum = warpgroup_mma_wait(0, (dq, row_sum))
     arrive(shared.barriers.keys_read, is_last)

@@ -147,14 +147,6 @@ def next_tile_192(
 
 
 @gluon.jit
-def zeros_192(shared, WARPGROUP: gl.constexpr):
-    """Return (dk, dv) before the first query tile; dk is a tuple of its blocks."""
-    D_V: gl.constexpr = shared.values.shape[-1]
-    dk = gl.zeros([WARPGROUP_KEYS, PART], gl.float32, DK)
-    return (dk, dk, dk), gl.zeros([WARPGROUP_KEYS, D_V], gl.float32, product_layout(D_V))
-
-
-@gluon.jit
 def end_head_192(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
     """Add dq and the row sums of a head's last visit."""
     shared.wait_d_scores(n - 1, pred=previous >= 0)

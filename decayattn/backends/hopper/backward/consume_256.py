@@ -66,12 +66,6 @@ def _parts(warpgroup, read):
     return max(0, min(2, read // 64 - 2 * warpgroup))
 
 
-@gluon.constexpr_function
-def _dk_columns(warpgroup, read):
-    """Number of a warpgroup's columns of dk: its half, or only the first 64 if the others hold no values."""
-    return 128 if read - 128 * warpgroup > 64 else 64
-
-
 @gluon.jit
 def _start_scores(keys, rows, terms, FIRST: gl.constexpr, READ: gl.constexpr):
     """Issue keys · rowsᵀ plus a term per row: (64, 32).
@@ -185,15 +179,6 @@ def next_tile_256(
     if KEY_SUMS:
         key_sum += key_sum_of_tile(of_keys, work, tile, keys[0], PARTIAL)
     return dk, dv, key_sum
-
-
-@gluon.jit
-def zeros_256(shared, WARPGROUP: gl.constexpr):
-    """Return (dk, dv) before the first query tile; the warpgroup's columns of them."""
-    D_V: gl.constexpr = shared.values.shape[-1]
-    DK: gl.constexpr = _dk_columns(WARPGROUP, shared.TILE.widths.read)
-    dk = gl.zeros([WARPGROUP_KEYS, DK], gl.float32, product_layout(DK))
-    return dk, gl.zeros([WARPGROUP_KEYS, D_V // 2], gl.float32, product_layout(D_V // 2))
 
 
 @gluon.jit

@@ -20,6 +20,7 @@ from decayattn.backends.hopper.common.fragments import (
     KEY_TILE,
     PART,
     WARPGROUP_KEYS,
+    index_along,
     operand_layout,
     product_layout,
     to_fragments,
@@ -64,11 +65,12 @@ def product_keys(LOADED):
 
 
 @gluon.jit
-def d_scores_for_dq(shared, slot, PART_OF: gl.constexpr, D: gl.constexpr, LOADED: gl.constexpr):
+def d_scores_for_dq(shared, slot, PART_OF: gl.constexpr, LOADED: gl.constexpr):
     """dS of the tile in a slot, some keys at a time, as left operands of this warpgroup's part of dq.
 
     The operands have all 64 rows (D = 128), or one half of the tile's rows (D = 64).
     """
+    D: gl.constexpr = shared.TILE.widths.qk
     STEP: gl.constexpr = product_keys(LOADED)
     d_scores = ()
     for key in gl.static_range(0, KEY_TILE, STEP):
@@ -83,13 +85,12 @@ def d_scores_for_dq(shared, slot, PART_OF: gl.constexpr, D: gl.constexpr, LOADED
 
 
 @gluon.jit
-def start_dq_part(
-    shared, n, d_scores, PART_OF: gl.constexpr, D: gl.constexpr, ROW_SUMS: gl.constexpr, LOADED: gl.constexpr
-):
+def start_dq_part(shared, n, d_scores, PART_OF: gl.constexpr, ROW_SUMS: gl.constexpr, LOADED: gl.constexpr):
     """Issue dS k of a tile for one half of dq, its columns (D = 128) or rows (D = 64); and the row sums of dS.
 
     Row sums are (64, 8 copies), over the keys of this warpgroup (D = 128, where both have all rows) or of both.
     """
+    D: gl.constexpr = shared.TILE.widths.qk
     STEP: gl.constexpr = product_keys(LOADED)
     dq = gl.zeros([PART, PART], gl.float32, DQ)
     row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
@@ -196,27 +197,19 @@ def add_from_registers(dq_target, part, dq, visit, work):
 
 
 @gluon.jit
-def _axis(x, AXIS: gl.constexpr):
-    """Index along one axis of a tensor of three dimensions."""
-    PLANE: gl.constexpr = gl.SliceLayout(2 if AXIS < 2 else 1, x.type.layout)
-    LINE: gl.constexpr = gl.SliceLayout(1 if AXIS == 0 else 0, PLANE)
-    index = gl.expand_dims(gl.arange(0, x.shape[AXIS], LINE), 1 if AXIS == 0 else 0)
-    return gl.expand_dims(index, 2 if AXIS < 2 else 1)
-
-
-@gluon.jit
 def add_row_sums(row_sum, dq_target, visit, work, WARPGROUP: gl.constexpr, D: gl.constexpr):
     """Add the row sums of start_dq_part for a visit's tile, or their in_units, to those in memory."""
     _, _, row_sums, first_row, units = dq_target
     # (warp, row / 8, row % 8, copy / 2, copy % 2): four threads have the same two rows, and the first two add one each
     row_sum, _ = gl.split(gl.reshape(row_sum, [4, 2, 8, COPIES // 2, 2]))
     first_rows, others = gl.split(gl.permute(row_sum, [0, 2, 3, 1]))
-    copy = _axis(first_rows, 2)
+    copy = index_along(first_rows, 2)
     row_sum = gl.where(copy == 0, first_rows, others)
     SIDES: gl.constexpr = work.schedule.MODES.sides
     if SIDES == 2:
         row_sum = gl.where(visit % SIDES == 0, row_sum, -row_sum)
-    row = visit // SIDES * work.schedule.TILE.rows + _axis(first_rows, 0) * 16 + copy * 8 + _axis(first_rows, 1)
+    row = visit // SIDES * work.schedule.TILE.rows + index_along(first_rows, 0) * 16 + copy * 8
+    row += index_along(first_rows, 1)
     if D == 64:
         row += WARPGROUP * PART
     inside = (row < work.bounds.query_length) & (copy < 2)

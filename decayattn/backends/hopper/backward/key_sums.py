@@ -14,7 +14,14 @@ the tile, its bits beyond those of the tile's rows count for all rows alike.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.common.fragments import COPIES, SHARES, WARPGROUP_KEYS, by_threads, product_layout
+from decayattn.backends.hopper.common.fragments import (
+    COPIES,
+    SHARES,
+    WARPGROUP_KEYS,
+    by_threads,
+    index_along,
+    product_layout,
+)
 
 # columns of bit_weights: two for each bit of a row's index, and for the first bit beyond
 BIT_COLUMNS: gl.constexpr = gl.constexpr(16)
@@ -62,13 +69,6 @@ def _sum_and_moment(of_keys):
 
 
 @gluon.jit
-def copies_of_sum(of_keys):
-    """Σ dS of the rows of a tile, (64 keys, 4 copies), from dSᵀ times ones."""
-    total, _ = _sum_and_moment(of_keys)
-    return gl.convert_layout(total, SHARES, assert_trivial=True)
-
-
-@gluon.jit
 def distance_sum(of_keys, own_row):
     """Σ dS (i − j) of the rows of a full tile, (64 keys, 4 shares), from dSᵀ times rate_weights.
 
@@ -83,11 +83,8 @@ def distance_sum(of_keys, own_row):
 def partial_distance_sum(of_bits, own_row, ROWS: gl.constexpr):
     """The same for a partial tile, from dSᵀ times bit_weights."""
     with_bit, without_bit = gl.split(by_threads(of_bits))
-    BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, with_bit.type.layout))
-    THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, with_bit.type.layout))
     KEY: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, with_bit.type.layout))
-    block = gl.expand_dims(gl.expand_dims(gl.arange(0, with_bit.shape[1], BLOCK), 0), 2)
-    bit = block * 4 + gl.expand_dims(gl.expand_dims(gl.arange(0, 4, THREAD), 0), 1)
+    bit = index_along(with_bit, 1) * 4 + index_along(with_bit, 2)
     own = gl.convert_layout(own_row, KEY, assert_trivial=True)
     # a shift rounds down, as needed: own_row may be negative, or after the tile
     own_bits = gl.expand_dims(gl.expand_dims(own, 1), 2) >> bit
@@ -104,7 +101,8 @@ def key_sum_of_tile(of_keys, work, tile, key, PARTIAL: gl.constexpr):
     ROWS: gl.constexpr = work.schedule.TILE.rows
     own_row = key - work.bounds.first_position() - tile * ROWS
     if work.schedule.MODES.decay == "scalar":
-        total = copies_of_sum(of_keys)
+        total, _ = _sum_and_moment(of_keys)  # four copies of Σ dS
+        total = gl.convert_layout(total, SHARES, assert_trivial=True)
     elif PARTIAL:
         total = partial_distance_sum(of_keys, own_row, ROWS)
     else:

@@ -8,13 +8,7 @@ from torch import Tensor
 
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward.kernel import BackwardDecay, gradients_kernel
-from decayattn.backends.hopper.backward.row_terms import (
-    RowDecay,
-    RowTermsTraits,
-    largest_kernel,
-    row_terms_kernel,
-    unpack_dq_kernel,
-)
+from decayattn.backends.hopper.backward.row_terms import largest_kernel, row_terms_kernel, unpack_dq_kernel
 from decayattn.backends.hopper.common import descriptors, tile_table
 from decayattn.backends.hopper.common.call import Modes, heads_together, limits_of, source_of
 from decayattn.backends.hopper.common.fragments import FACTORS, FRAGMENT_COLUMNS, FRAGMENT_ROWS, PART
@@ -80,7 +74,7 @@ def backward(
         group = problem.num_heads // problem.num_kv_heads
         modes = Modes.of(problem, row_scales=problem.row_scale, decay_gradient=decay_gradient, group=group)
         sides = modes.sides
-        decay_of_rows = RowDecay(rates, prefix.beta, prefix.base, problem.key_length, blocks)
+        decay_of_rows = (rates, prefix.beta, prefix.base, problem.key_length, blocks)
         terms = new(head_rows, tiles.row_tiles, sides, tile.rows, bf16_splits.SPLIT_COLUMNS, dtype=torch.bfloat16)
         scale, row_factors, of_scales = inputs.scale, None, None
         if row_scale is not None:
@@ -106,7 +100,6 @@ def backward(
         rows_size = problem.longest_query * group * dim * (2 * problem.dtype.itemsize + 4)
         together = heads_together(kv_heads, rows_size, minimum=cdiv(config.MIN_CHUNK_TILES, tiles.key_tiles))
         counters = new(cdiv(kv_heads, together), dtype=torch.int32)
-        traits = RowTermsTraits(dim, problem.value_dim, tile.rows, _ROW_TERMS_BLOCK, problem.decay, sides, group)
         launch(
             row_terms_kernel, row_blocks * head_rows,
             strided(out), strided(d_out), strided(d_lse), row_lse2, terms, row_factors,
@@ -114,7 +107,8 @@ def backward(
             decay_of_rows if sides == 2 else None,
             -1.0 / score_scale, problem.query_length, tiles.row_tiles, problem.num_heads, head_rows - together * group,
             counters.numel(),
-            TRAITS=traits, num_warps=4, launch_pdl=deterministic, **COMPILER_OPTIONS,
+            D=dim, VALUE_DIM=problem.value_dim, ROWS=tile.rows, BLOCK_M=_ROW_TERMS_BLOCK, DECAY=problem.decay,
+            SIDES=sides, GROUP=group, num_warps=4, launch_pdl=deterministic, **COMPILER_OPTIONS,
         )
 
         mirror = skipping.last_granules(problem, first_block, sequences, launch) if modes.planned else first_block

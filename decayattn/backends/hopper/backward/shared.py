@@ -116,11 +116,6 @@ class BackwardShared:
         return (n + self.TILE.slots) % self.TILE.slots
 
     @gluon.jit
-    def first_part(self, WARPGROUP: gl.constexpr):
-        """First part of dq that a warpgroup adds; those of consume_192.py take turns."""
-        return 0 if self.TILE.blocks > 1 else WARPGROUP * (self.TILE.dq_parts // 2)
-
-    @gluon.jit
     def wait_d_scores(self, n, pred=True):
         """Wait until both warpgroups have stored dSᵀ of the n-th tile."""
         mbarrier.wait(self.barriers.d_scores_ready.index(self.slot(n)), (n // self.TILE.slots) & 1, pred=pred)

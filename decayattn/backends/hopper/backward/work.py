@@ -41,14 +41,6 @@ class KeySchedule:
     TILE: gl.constexpr
 
     @gluon.jit
-    def chunks(self):
-        """Number of chunks.
-
-        The first chunk has the last heads; the last one has the first heads and may be smaller.
-        """
-        return gl.cdiv(self.kv_heads, self.together)
-
-    @gluon.jit
     def chunk_work_tiles(self):
         """Number of work tiles of every chunk but the last one."""
         return self.together * self.key_tiles
@@ -66,7 +58,7 @@ class KeySchedule:
 
     @gluon.jit
     def heads_of_chunk(self, chunk):
-        """[first, end) of a chunk's heads of keys."""
+        """[first, end) of a chunk's heads of keys. The last chunk has the first heads, and may have fewer."""
         end = self.kv_heads - chunk * self.together
         return gl.maximum(end - self.together, 0), end
 
@@ -90,11 +82,6 @@ class KeyWork:
     @gluon.jit
     def head_row(self, member):
         return self.bounds.entry * self.schedule.heads + self.head(member)
-
-    @gluon.jit
-    def first_row(self, member):
-        """Offset of the rows of a query head in a buffer (B, H, T_q); 2^31 rows would not fit in any GPU's memory."""
-        return self.bounds.rows(self.head_row(member), False)
 
     @gluon.jit
     def first_tile(self, member):

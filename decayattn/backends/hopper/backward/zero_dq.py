@@ -38,7 +38,7 @@ def start_zeroing(schedule, zeros, zeros_desc, index):
     LINES: gl.constexpr = zeros_desc.block_shape[0]
     OF_A_TILE: gl.constexpr = schedule.TILE.rows * schedule.TILE.widths.qk // (LINES * LINE_VALUES)
     work_tiles = schedule.chunk_work_tiles()
-    has_next = schedule.chunk(index) + 1 < schedule.chunks()
+    has_next = schedule.chunk(index) + 1 < gl.cdiv(schedule.kv_heads, schedule.together)
     if has_next:
         first_tile, tiles = schedule.tiles_of_chunk(schedule.chunk(index) + 1)
         share = gl.cdiv(tiles * OF_A_TILE, work_tiles)

@@ -167,6 +167,15 @@ def where_bits(bits, x):
 
 
 @gluon.jit
+def index_along(x, AXIS: gl.constexpr):
+    """Index along one axis of a tensor of three dimensions."""
+    PLANE: gl.constexpr = gl.SliceLayout(2 if AXIS < 2 else 1, x.type.layout)
+    LINE: gl.constexpr = gl.SliceLayout(1 if AXIS == 0 else 0, PLANE)
+    index = gl.expand_dims(gl.arange(0, x.shape[AXIS], LINE), 1 if AXIS == 0 else 0)
+    return gl.expand_dims(index, 2 if AXIS < 2 else 1)
+
+
+@gluon.jit
 def to_fragments(part):
     """Reorder a product (PART, PART) to (FRAGMENT_ROWS, FRAGMENT_COLUMNS): every thread's registers side by side."""
     # (warp, row / 8, row % 8, column / 8, column % 8 / 2, column % 2)

@@ -51,17 +51,6 @@ READ_STEP: gl.constexpr = gl.constexpr(64)
 
 
 @gluon.jit
-def _ones(shared, is_right, SCORE: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return the left operand that adds β to the scores: ones, or minus ones right of the diagonal."""
-    if CAUSAL:
-        ones = ones_of_splits(0, SCORE)
-    else:
-        # from shared memory: two operands do not fit in registers
-        ones = shared.signs.index(is_right.to(gl.int32))
-    return ones
-
-
-@gluon.jit
 def _start_scores(q, shared, n, count, zero, is_right, row_scale, KIND: gl.constexpr, CAUSAL: gl.constexpr):
     """Issue q·kᵀ + β of the n-th tile: the scores divided by the scale.
 
@@ -81,12 +70,15 @@ def _start_scores(q, shared, n, count, zero, is_right, row_scale, KIND: gl.const
     if row_scale is not None:
         score = warpgroup_mma_wait(0, (score,)) * gl.expand_dims(row_scale, 1)
     # β comes last: a large β would round every product that is added after it to its own precision
-    if KIND == "scalar":
-        beta = shared.beta.index(stage(n, shared.keys.STAGES))
-        score = warpgroup_mma(_ones(shared, is_right, SCORE, CAUSAL), beta, score, is_async=True)
-    elif KIND == "constant":
-        beta = shared.beta.index(stage(count, shared.queries.STAGES))
-        score = warpgroup_mma(_ones(shared, is_right, SCORE, CAUSAL), beta, score, is_async=True)
+    if KIND != "none":
+        nth = stage(n, shared.keys.STAGES) if KIND == "scalar" else stage(count, shared.queries.STAGES)
+        beta = shared.beta.index(nth)
+        if CAUSAL:
+            ones = ones_of_splits(0, SCORE)
+        else:
+            # minus ones right of the diagonal; from shared memory, because two operands do not fit in registers
+            ones = shared.signs.index(is_right.to(gl.int32))
+        score = warpgroup_mma(ones, beta, score, is_async=True)
     return score
 
 

@@ -42,14 +42,14 @@ class Decay:
     `right` after it. Planned, the plan has the first block that a granule of rows visits (skipping.py).
     """
 
-    rates: gl.tensor
-    beta: gl.tensor
-    bases: gl.tensor
+    rates: gl.tensor  # (H,), of a constant decay
+    beta: gl.tensor  # of a decay per token: α in its block
+    bases: gl.tensor  # and at the blocks' starts, as pairs of float32
     last_reset: gl.tensor
-    next_reset: gl.tensor
+    next_reset: gl.tensor  # not causal
+    plan: gl.tensor  # for every granule of rows, the first block of keys that it visits
     left: gl.tensor
     right: gl.tensor
-    plan: gl.tensor
     MODES: gl.constexpr
 
     @gluon.jit
@@ -63,7 +63,7 @@ class Decay:
                 right = side_of_head(self.rates, 1, work.head, self.right if self.MODES.window else None)
         return Decay(
             self.rates, self.beta + tokens, self.bases + work.bounds.blocks(work.head_row) * 2,
-            self.last_reset + tokens, self.next_reset + tokens, left, right, self.plan + work.granules(), self.MODES,
+            self.last_reset + tokens, self.next_reset + tokens, self.plan + work.granules(), left, right, self.MODES,
         )
 
     @gluon.jit

@@ -51,9 +51,6 @@ Tiles, per warpgroup: q (64, D) · k (KEYS, D) · v (KEYS, D_v) · beta (16, KEY
 acc, out (64, D_v) · row_sum (64, 4). row_sum has the partial sums of the four threads that share a row.
 """
 
-from typing import NamedTuple
-
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -75,18 +72,6 @@ from decayattn.backends.hopper.forward.shared import (
 from decayattn.backends.hopper.forward.work import QuerySchedule
 from decayattn.backends.runtime.dependent_launch import wait_for_launch_before
 
-
-class ForwardDecay(NamedTuple):
-    """Tensors of the decay. All are present, as an aggregate requires; the modes decide which are read."""
-
-    rates: Tensor  # (H,), of a constant decay
-    beta: Tensor  # of a decay per token: α in its block
-    bases: Tensor  # and at the blocks' starts, as pairs of float32
-    last_reset: Tensor
-    next_reset: Tensor  # not causal
-    plan: Tensor  # for every granule of rows, the first block of keys that it visits; PLANNED, which needs CAUSAL
-
-
 # separate arguments: Triton specialises integers in a tuple (for 1 and multiples of 16) despite do_not_specialize
 _INTEGERS = [
     "left", "right", "work_tiles", "row_tiles", "heads", "group", "together", "query_length", "key_length", "blocks",
@@ -103,6 +88,7 @@ def forward_kernel(
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp. Launched by programmatic dependent launch.
 
     beta_desc: −α_j / scale of the keys (undivided with a scale per row), or None without a decay
+    decay_tensors: the pointers of a Decay. All are present, as an aggregate requires; the modes decide which are read
     row_outputs: lse, or None if not requested, and row_lse2, which the backward reads
     sink: (H,), or None
     counter: the scheduler's, 0; not read if every program has one work tile
@@ -119,7 +105,7 @@ def forward_kernel(
     WARPGROUPS: gl.constexpr = TILE.warpgroups
     STAGES: gl.constexpr = TILE.stages
     rates, token_beta, bases, last_reset, next_reset, plan = decay_tensors
-    decay = Decay(rates, token_beta, bases, last_reset, next_reset, left, right, plan, MODES)
+    decay = Decay(rates, token_beta, bases, last_reset, next_reset, plan, left, right, MODES)
 
     q_tiles = allocate_tiles(q_desc, SLOTS * WARPGROUPS)
     k_tiles = allocate_tiles(k_desc, STAGES)

@@ -9,7 +9,7 @@ from torch import Tensor
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.common import descriptors, tile_table
 from decayattn.backends.hopper.common.call import Modes, heads_together, limits_of, source_of
-from decayattn.backends.hopper.forward.kernel import ForwardDecay, forward_kernel
+from decayattn.backends.hopper.forward.kernel import forward_kernel
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
@@ -53,7 +53,7 @@ def forward(
         keys_and_values = problem.longest_key * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
         programs = min(work_tiles, launching.multiprocessors(problem.device))
         rates = log_decay.contiguous() if problem.decay == "constant" else None
-        decay_tensors = ForwardDecay(
+        decay_tensors = (
             row_lse2 if rates is None else rates, prefix.beta, bases, prefix.last_reset, prefix.next_reset, first_block,
         )
         launch(
