@@ -12,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from decayattn.backends.hopper.backward.dq import (
     add_dq_part,
-    add_row_sums,
     d_scores_for_dq,
     in_units,
     is_loaded,
@@ -140,9 +139,7 @@ def next_tile_128(
     fence_async_shared()  # not earlier: ptxas crashes while products are running
     arrive(shared.barriers.empty.index(stage))
     if previous >= 0:
-        add_dq_part(dq_target, previous, work, shared, WARPGROUP)
-        if ROW_SUMS:
-            add_row_sums(row_sum, dq_target, previous, work, WARPGROUP, D)
+        add_dq_part(row_sum, dq_target, previous, work, shared, WARPGROUP)
     if work.schedule.MODES.decay_gradient:
         key_sum += key_sum_of_tile(of_keys, work, tile, keys[0], PARTIAL)
     return dk, dv, key_sum
@@ -180,9 +177,7 @@ def end_head_128(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.co
         shared.dq_parts.index(WARPGROUP).store(to_fragments(in_units(dq, units)))
         fence_async_shared()
         gluon_compat.thread_barrier()
-        add_dq_part(dq_target, previous, work, shared, WARPGROUP)
-        if ROW_SUMS:
-            add_row_sums(row_sum, dq_target, previous, work, WARPGROUP, D)
+        add_dq_part(row_sum, dq_target, previous, work, shared, WARPGROUP)
 
 
 @gluon.jit

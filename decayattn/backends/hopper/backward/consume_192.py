@@ -70,7 +70,6 @@ def next_tile_192(
 ):
     """Add the n-th query tile; consume.py has the arguments, and dk is a tuple of its blocks."""
     dk, dv, key_sum = sums
-    dk0, dk1, dk2 = dk
     HALF: gl.constexpr = shared.TILE.score_rows
     DECAY: gl.constexpr = work.schedule.MODES.decay
     ROW_SCALES: gl.constexpr = work.schedule.MODES.row_scales
@@ -130,20 +129,19 @@ def next_tile_192(
                 _take_turn(shared, n, previous, work, dq_target, zero, WARPGROUP)
         left = gl.convert_layout(dsT, operand_layout(DK))
         left_of_dk = operand_of_dk(left, d_scores, shared, stage, ROW_SCALES, half * HALF)
-        query0 = flat(shared.queries.index(first_block)).slice(half * HALF, HALF, 0)
-        query1 = flat(shared.queries.index(first_block + 1)).slice(half * HALF, HALF, 0)
-        query2 = flat(shared.queries.index(first_block + 2)).slice(half * HALF, HALF, 0)
-        dk0 = warpgroup_mma(left_of_dk, query0, dk0, is_async=True)
-        dk1 = warpgroup_mma(left_of_dk, query1, dk1, is_async=True)
-        dk2 = warpgroup_mma(left_of_dk, query2, dk2, is_async=True)
+        blocks = ()
+        for block in gl.static_range(DK_BLOCKS):
+            query = flat(shared.queries.index(first_block + block)).slice(half * HALF, HALF, 0)
+            blocks += (warpgroup_mma(left_of_dk, query, dk[block], is_async=True),)
         if KEY_SUMS:
             right = weights.index(zero).slice(half * HALF, HALF, 1).permute((1, 0))
             of_keys = warpgroup_mma(left, right, of_keys, use_acc=half > 0, is_async=True)
-        dk0, dk1, dk2, of_keys = warpgroup_mma_wait(0, (dk0, dk1, dk2, of_keys))
+        dk0, dk1, dk2, of_keys = warpgroup_mma_wait(0, (blocks[0], blocks[1], blocks[2], of_keys))
+        dk = (dk0, dk1, dk2)
     arrive(shared.barriers.empty.index(stage))
     if KEY_SUMS:
         key_sum += key_sum_of_tile(of_keys, work, tile, keys[0], PARTIAL)
-    return (dk0, dk1, dk2), dv, key_sum
+    return dk, dv, key_sum
 
 
 @gluon.jit

@@ -174,15 +174,6 @@ def start_row_sums(shared, slot, zero):
 
 
 @gluon.jit
-def add_dq_part(dq_target, visit, work, shared, WARPGROUP: gl.constexpr):
-    """Add a part of a visit's tile to the fragments in memory, from dq_parts; a fence and a barrier must come before.
-    """
-    dq_desc, first_part, _, _, _ = dq_target
-    part = first_part + visit // work.schedule.MODES.sides * 2
-    gluon_compat.reduce_add(dq_desc, [part * FRAGMENT_ROWS, 0], shared.dq_parts.index(WARPGROUP))
-
-
-@gluon.jit
 def add_from_registers(dq_target, part, dq, visit, work):
     """Add a part of a visit's tile to the fragments in memory, from registers.
 
@@ -217,3 +208,16 @@ def add_row_sums(row_sum, dq_target, visit, work, WARPGROUP: gl.constexpr, D: gl
         # of the same words as dq's, which the L1 cache has
         row_sum = _as_multiples(row_sum, _load_units(units, first_row, row, work) << 16)
     gl.atomic_add(row_sums + (first_row + row), row_sum, mask=inside, sem="relaxed")
+
+
+@gluon.jit
+def add_dq_part(row_sum, dq_target, visit, work, shared, WARPGROUP: gl.constexpr):
+    """Add a part of a visit's tile from dq_parts to the fragments in memory, and the row sums of start_dq_part.
+
+    A fence and a barrier must come before.
+    """
+    dq_desc, first_part, _, _, _ = dq_target
+    part = first_part + visit // work.schedule.MODES.sides * 2
+    gluon_compat.reduce_add(dq_desc, [part * FRAGMENT_ROWS, 0], shared.dq_parts.index(WARPGROUP))
+    if work.schedule.MODES.row_sums:
+        add_row_sums(row_sum, dq_target, visit, work, WARPGROUP, shared.TILE.widths.qk)

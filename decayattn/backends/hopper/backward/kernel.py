@@ -71,9 +71,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from decayattn.backends.hopper.backward.consume import consume
 from decayattn.backends.hopper.backward.dq import is_loaded, product_keys
-from decayattn.backends.hopper.backward.key_sums import BIT_COLUMNS, bit_weights, rate_weights
+from decayattn.backends.hopper.backward.key_sums import BIT_COLUMNS, bit_weights
 from decayattn.backends.hopper.backward.producer import produce
-from decayattn.backends.hopper.backward.shared import BackwardShared, allocate_barriers
+from decayattn.backends.hopper.backward.shared import BackwardShared, make_barriers
 from decayattn.backends.hopper.backward.work import KeySchedule
 from decayattn.backends.hopper.backward.zero_dq import allocate_zeros
 from decayattn.backends.hopper.common.fragments import (
@@ -156,7 +156,8 @@ def gradients_kernel(
     weights = gl.allocate_shared_memory(DTYPE, [1, COPIES, ROWS], WEIGHTS)
     bits = weights
     if DECAY == "constant":
-        weights.index(0).store(rate_weights(column, row).to(DTYPE))
+        # 1 in the first column, the row's index in the second; 0 in the others makes the sums shares
+        weights.index(0).store(gl.where(column == 0, 1, gl.where(column == 1, row, 0)).to(DTYPE))
         if MODES.decay_gradient:
             BITS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BIT_COLUMNS, MULTIPLIED], DTYPE)
             bits = gl.allocate_shared_memory(DTYPE, [1, BIT_COLUMNS, ROWS], BITS)
@@ -194,11 +195,10 @@ def gradients_kernel(
         gl.allocate_shared_memory(dq_fragments.dtype, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_fragments.layout)
         if not (BLOCKED or COMMON_KEYS) else ones,
         zeros, ones, weights, bits, splits,
-        allocate_barriers(MODES, TILE),
         make_pipeline(allocate_words(1), 1, 2),
+        make_barriers(MODES, TILE),
         TILE,
     )
-    shared.barriers.init(MODES, TILE)
 
     let_next_start(heads)
     wait_for_launch_before(heads)

@@ -28,15 +28,6 @@ BIT_COLUMNS: gl.constexpr = gl.constexpr(16)
 
 
 @gluon.jit
-def rate_weights(column, row):
-    """Weight of a row of a tile in the columns of a constant decay's product: 1 in the first, its index in the second.
-
-    No product has fewer than 8 columns; 0 in the others makes the sums shares.
-    """
-    return gl.where(column == 0, 1, gl.where(column == 1, row, 0))
-
-
-@gluon.jit
 def bit_weights(column, row, ROWS: gl.constexpr):
     """1 if a row's index has the bit column // 2; in odd columns, if it does not.
 
@@ -70,7 +61,7 @@ def _sum_and_moment(of_keys):
 
 @gluon.jit
 def distance_sum(of_keys, own_row):
-    """Σ dS (i − j) of the rows of a full tile, (64 keys, 4 shares), from dSᵀ times rate_weights.
+    """Σ dS (i − j) of the rows of a full tile, (64 keys, 4 shares), from dSᵀ times 1 and times the rows' indices.
 
     own_row: index that the key's own row has in the tile, or would have.
     """

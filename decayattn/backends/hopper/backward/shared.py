@@ -28,48 +28,42 @@ class BackwardBarriers:
     p_read: gl.shared_memory_descriptor  # both have read P of the previous tile, and dS of the one before that
     scaled_ready: gl.shared_memory_descriptor  # both have stored dS times scales of rows
 
-    @gluon.jit
-    def init(self, MODES: gl.constexpr, TILE: gl.constexpr):
-        """Initialise each barrier for the number of arrivals in a phase of it."""
-        COMMON_KEYS: gl.constexpr = TILE.common_keys
-        STAGES: gl.constexpr = TILE.stages
-        SLOTS: gl.constexpr = TILE.slots
-        for stage in gl.static_range(STAGES):
-            mbarrier.init(self.queries_ready.index(stage), count=1)
-            mbarrier.init(self.d_outs_ready.index(stage), count=1)
-            mbarrier.init(self.empty.index(stage), count=2)
-            if not COMMON_KEYS:
-                mbarrier.init(self.first_scores.index(stage), count=1)
-        for slot in gl.static_range(SLOTS):
-            mbarrier.init(self.d_scores_ready.index(slot), count=2)
-        mbarrier.init(self.p_read if COMMON_KEYS else self.d_scores_read, count=2)
-        mbarrier.init(self.keys_ready, count=1)
-        if not COMMON_KEYS:
-            mbarrier.init(self.keys_read, count=2)
-        if COMMON_KEYS and MODES.row_scales:
-            mbarrier.init(self.scaled_ready, count=2)
-        mbarrier.init(self.dv_ready, count=2)
-
 
 @gluon.jit
-def allocate_barriers(MODES: gl.constexpr, TILE: gl.constexpr):
-    """Allocate the barriers.
+def make_barriers(MODES: gl.constexpr, TILE: gl.constexpr):
+    """Allocate each barrier, and initialise it for the number of arrivals in a phase of it.
 
     A field without waiters is another field's barrier (pipelines.make_pipeline has the reason).
     """
     LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
     COMMON_KEYS: gl.constexpr = TILE.common_keys
     STAGES: gl.constexpr = TILE.stages
+    SLOTS: gl.constexpr = TILE.slots
     queries_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
     d_outs_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
     first_scores = empty if COMMON_KEYS else gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
-    d_scores_ready = gl.allocate_shared_memory(gl.int64, [TILE.slots, 1], LAYOUT)
+    d_scores_ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], LAYOUT)
     read = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
     keys_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
     keys_read = read if COMMON_KEYS else gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
     dv_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
     scaled_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT) if COMMON_KEYS and MODES.row_scales else read
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(queries_ready.index(stage), count=1)
+        mbarrier.init(d_outs_ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+        if not COMMON_KEYS:
+            mbarrier.init(first_scores.index(stage), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(d_scores_ready.index(slot), count=2)
+    mbarrier.init(read, count=2)
+    mbarrier.init(keys_ready, count=1)
+    if not COMMON_KEYS:
+        mbarrier.init(keys_read, count=2)
+    if COMMON_KEYS and MODES.row_scales:
+        mbarrier.init(scaled_ready, count=2)
+    mbarrier.init(dv_ready, count=2)
     return BackwardBarriers(
         queries_ready, d_outs_ready, empty, first_scores, d_scores_ready, read, keys_ready, keys_read, dv_ready, read,
         scaled_ready,
@@ -98,8 +92,8 @@ class BackwardShared:
     bits: gl.shared_memory_descriptor  # (1, 16, ROWS): the same in partial tiles of a constant decay (key_sums.py)
     # consume_192.py only, (2, 64, 16): ones_of_splits for the rows' LSE₂, and for their Δ
     splits: gl.shared_memory_descriptor
-    barriers: BackwardBarriers
     published: Pipeline  # index of the work tile: one word
+    barriers: BackwardBarriers
     TILE: gl.constexpr
 
     @gluon.jit

@@ -21,7 +21,7 @@ class Modes(NamedTuple):
     window: bool
     planned: bool
     ragged: bool  # a table lists the tiles of all sequences; otherwise every batch entry is one sequence
-    packed: bool = False  # read by the forward only, as the others are by the backward only
+    packed: bool = False  # of the forward; the others are of the backward
     row_scales: bool = False  # a scale per row
     decay_gradient: bool = False
     group: int = 0  # query heads per head of keys

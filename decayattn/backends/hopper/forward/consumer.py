@@ -212,9 +212,7 @@ def consume(consuming, WARPGROUP: gl.constexpr):
             n_end = sent + visits
             # n counts the visits of all work tiles; this warpgroup skips those before its own first tile
             n_begin = key_tile_end - tile_end
-            for n in range(sent, sent + n_begin):
-                keys.consumer_skip(n)
-                values.consumer_skip(n)
+            shared.skip(sent, sent + n_begin)
             n = sent + n_begin
             queries.consumer_wait(count)
             keys.consumer_wait(n)
@@ -317,18 +315,14 @@ def consume(consuming, WARPGROUP: gl.constexpr):
             fence_async_shared()
             if gl.max(overflow.load(gl.BlockedLayout([WARPS], [32], [WARPS], [0])), 0) == 0:
                 gluon_compat.store(out_desc, bounds.rows_at(head, start), out)
-            for n in range(n_end, sent + tiles):
-                keys.consumer_skip(n)
-                values.consumer_skip(n)
+            shared.skip(n_end, sent + tiles)
         else:
             # this warpgroup has no rows: release the tiles that the others read
             overflow.store(gl.full([WARPS], 0, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
             if TWO_SLOTS:
                 tma.store_wait(0)
                 queries.consumer_release(count - 1, count > 0)
-            for n in range(sent, sent + tiles):
-                keys.consumer_skip(n)
-                values.consumer_skip(n)
+            shared.skip(sent, sent + tiles)
         if not TWO_SLOTS:
             tma.store_wait(0)
             queries.consumer_release(count)

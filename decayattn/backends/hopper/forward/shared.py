@@ -77,6 +77,15 @@ class ForwardShared:
     TILE: gl.constexpr
 
     @gluon.jit
+    def skip(self, begin, end):
+        """Release key tiles unread, after their arrival: an earlier release would count for the previous tile."""
+        for n in range(begin, end):
+            self.keys.consumer_wait(n)
+            self.keys.consumer_release(n)
+            self.values.consumer_wait(n)
+            self.values.consumer_release(n)
+
+    @gluon.jit
     def query_tile(self, count, WARPGROUP: gl.constexpr):
         """Buffer of a warpgroup's q of the count-th work tile."""
         return self.queries.tiles.index(stage(count, self.queries.STAGES) * self.TILE.warpgroups + WARPGROUP)
