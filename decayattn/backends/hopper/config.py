@@ -1,6 +1,7 @@
 """Schedules of the Hopper kernels: pure functions of (head dimension, dtype). Nothing is tuned at run time."""
 
 import functools
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from decayattn.backends.runtime.integers import cdiv
@@ -55,7 +56,8 @@ Consumers = Literal["consume_128", "consume_192", "consume_256"]
 _REGISTERS, _LAUNCH_REGISTERS = 240, 168
 
 
-class ForwardConfig(NamedTuple):
+@dataclass(frozen=True)
+class ForwardConfig:
     """Schedule of the forward.
 
     The widths of its tiles; keys per tile; consumer warpgroups of 64 rows; stages: key and value tiles in flight;
@@ -98,12 +100,13 @@ def forward(widths: Widths) -> ForwardConfig:
     return ForwardConfig(widths, KEY_TILE // 2, 2, 2, slots=1, spill_bytes=12)
 
 
-class BackwardConfig(NamedTuple):
+@dataclass(frozen=True)
+class BackwardConfig:
     """Schedule of the backward.
 
     consumers: their module; widths of its tiles; columns of a buffer of q or k; blocks: buffers that make up a tile of
-    them; slots for dSᵀ; zero_lines: lines of dq that one copy zeroes; keys of a work tile; rows of a query tile;
-    stages: tiles of q and dO in flight; dk_columns: columns of dk that one copy stores; spill_bytes and registers as in
+    them; slots for dSᵀ; keys of a work tile; rows of a query tile; stages: tiles of q and dO in flight; zero_lines:
+    lines of dq that one copy zeroes; dk_columns: columns of dk that one copy stores; spill_bytes and registers as in
     ForwardConfig.
     """
 
@@ -112,11 +115,11 @@ class BackwardConfig(NamedTuple):
     columns: int
     blocks: int
     slots: int
-    zero_lines: int
     spill_bytes: int
     keys: int = KEY_TILE
     rows: int = 64
     stages: int = 2
+    zero_lines: int = 2
     dk_columns: int = 64
     registers: int = _REGISTERS
     launch_registers: int = _LAUNCH_REGISTERS
@@ -152,6 +155,5 @@ def backward(widths: Widths) -> BackwardConfig:
     if widths.qk == 128:
         return BackwardConfig("consume_128", widths, 128, 1, slots=3, zero_lines=8, spill_bytes=56)
     if widths.read <= 192 and widths.v <= 128:
-        return BackwardConfig("consume_192", widths, 64, 3, slots=3, zero_lines=2, spill_bytes=160)
-    half = KEY_TILE // 2
-    return BackwardConfig("consume_256", widths, 256, 1, 2, zero_lines=2, spill_bytes=132, keys=half, dk_columns=256)
+        return BackwardConfig("consume_192", widths, 64, 3, slots=3, spill_bytes=160)
+    return BackwardConfig("consume_256", widths, 256, 1, slots=2, spill_bytes=132, keys=KEY_TILE // 2, dk_columns=256)

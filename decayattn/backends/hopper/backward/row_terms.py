@@ -177,8 +177,7 @@ def row_terms_kernel(
     if table is not None:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
         if tile >= tl.load(table):
             return
-    entry = tile_row // heads
-    entry, start, first_row, query_length = _sequence_of_tile(table, tile, entry, start, query_length, ROWS)
+    entry, start, first_row, query_length = _sequence_of_tile(table, tile, tile_row // heads, start, query_length, ROWS)
     row = start + tl.arange(0, BLOCK_M)
     inside = row < query_length
     here = start_of_head(entry * heads + head, axis, first_row) + row
@@ -260,8 +259,7 @@ def unpack_dq_kernel(
         if tile >= tl.load(table):
             return
     axis = query_length
-    entry = tile_row // heads
-    entry, start, first_row, query_length = _sequence_of_tile(table, tile, entry, start, query_length, ROWS)
+    entry, start, first_row, query_length = _sequence_of_tile(table, tile, tile_row // heads, start, query_length, ROWS)
     row = start + tl.arange(0, PART)
     token = (first_row + row).to(tl.int64)
     inside = row < query_length

@@ -1,7 +1,7 @@
 """Properties of a call that launches need: modes, descriptors of tensors, limits of a row's view, heads per chunk."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -13,7 +13,8 @@ from decayattn.backends.runtime.integers import cdiv
 from decayattn.problem import AttentionProblem, DecayName
 
 
-class Modes(NamedTuple):
+@dataclass(frozen=True)
+class Modes:
     """Constants that a kernel is compiled for, apart from its schedule (config.py)."""
 
     decay: DecayName
