@@ -91,7 +91,7 @@ def test_rows_without_a_key_have_no_terms(device):
     zeroed = torch.empty_like(row_lse2), row_lse2.new_empty(HEADS * tile * 64), counters, None
     row_terms_kernel[(tile // block * HEADS,)](
         strided(out), strided(d_out), strided(d_lse), row_lse2, terms, None, zeroed, None, None,
-        -8.0, rows, 1, HEADS, 0, 3, D=64, VALUE_DIM=DIM, ROWS=tile, BLOCK_M=block, DECAY="none", SIDES=1, GROUP=1,
+        -8.0, rows, 1, HEADS, 0, 3, TRAITS=(64, DIM, tile, block, "none", 1, 1),
     )
     added, taken = terms[:, 0, 0].double()[..., : 2 * SPLITS].unflatten(-1, (2, SPLITS)).sum(-1).unbind(-1)
     seen = torch.nn.functional.pad(row_lse2[0] < torch.inf, (0, tile - rows))

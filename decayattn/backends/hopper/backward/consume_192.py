@@ -35,13 +35,13 @@ from decayattn.backends.hopper.backward.dq import (
 )
 from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, sum_operands
 from decayattn.backends.hopper.backward.score_tile import operand_of_dk, tile_probability
-from decayattn.backends.hopper.backward.shared import DK_BLOCKS
 from decayattn.backends.hopper.common import gluon_compat
 from decayattn.backends.hopper.common.fragments import PART, WARPGROUP_KEYS, operand_layout, product_layout
 from decayattn.backends.hopper.common.pipelines import arrive, flat, signal, stacked
 from decayattn.backends.tiles.scores import score_gradient
 
-# layout of a block of dk
+# blocks of q, k and dk, and the layout of one of dk
+DK_BLOCKS: gl.constexpr = gl.constexpr(3)
 DK: gl.constexpr = gl.constexpr(product_layout(PART.value))
 
 

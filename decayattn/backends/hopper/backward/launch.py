@@ -107,8 +107,8 @@ def backward(
             decay_of_rows if sides == 2 else None,
             -1.0 / score_scale, problem.query_length, tiles.row_tiles, problem.num_heads, head_rows - together * group,
             counters.numel(),
-            D=dim, VALUE_DIM=problem.value_dim, ROWS=tile.rows, BLOCK_M=_ROW_TERMS_BLOCK, DECAY=problem.decay,
-            SIDES=sides, GROUP=group, num_warps=4, launch_pdl=deterministic, **COMPILER_OPTIONS,
+            TRAITS=(dim, problem.value_dim, tile.rows, _ROW_TERMS_BLOCK, problem.decay, sides, group), num_warps=4,
+            launch_pdl=deterministic, **COMPILER_OPTIONS,
         )
 
         mirror = skipping.last_granules(problem, first_block, sequences, launch) if modes.planned else first_block

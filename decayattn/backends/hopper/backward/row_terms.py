@@ -144,8 +144,7 @@ def _inverted_unit(bound):
 @triton.jit(do_not_specialize=["row_tiles", "first_zeroed", "counters_end"])
 def row_terms_kernel(
     out, d_out, d_lse, row_lse2, terms, row_factors, added, table, decay, score_factor, query_length, row_tiles, heads,
-    first_zeroed, counters_end, D: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
-    DECAY: tl.constexpr, SIDES: tl.constexpr, GROUP: tl.constexpr,
+    first_zeroed, counters_end, TRAITS: tl.constexpr,
 ):
     """Write the row terms that the backward adds to scores and to dP: LSE₂ of the forward, and −Δ = dLSE − Σ dO·O.
 
@@ -165,8 +164,16 @@ def row_terms_kernel(
     row_factors: the scales of rows and their factors, (head rows, row tiles, SIDES, 2, ROWS), or None; with them,
     score_factor is −1.
     out, d_out, d_lse and the scales are Strided; d_lse is None if lse has no gradient.
-    BLOCK_M: rows of a program, a divisor of ROWS; GROUP: query heads per head of keys.
+    TRAITS: D of the kernels, D_v, rows of a query tile, rows of a program (a divisor of those), decay, sides, and query
+    heads per head of keys.
     """
+    D: tl.constexpr = TRAITS[0]
+    VALUE_DIM: tl.constexpr = TRAITS[1]
+    ROWS: tl.constexpr = TRAITS[2]
+    BLOCK_M: tl.constexpr = TRAITS[3]
+    DECAY: tl.constexpr = TRAITS[4]
+    SIDES: tl.constexpr = TRAITS[5]
+    GROUP: tl.constexpr = TRAITS[6]
     row_sums, dq_fragments, counters, units = added
     let_next_start(heads)
     tl.store(counters + tl.program_id(0), 0, mask=tl.program_id(0) < counters_end)

@@ -7,9 +7,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from decayattn.backends.hopper.common.gluon_compat import aggregate
 from decayattn.backends.hopper.common.pipelines import Pipeline, load_word, store_word
 
-# blocks of q, k and dk in consume_192.py
-DK_BLOCKS: gl.constexpr = gl.constexpr(3)
-
 
 @aggregate
 class BackwardBarriers:
