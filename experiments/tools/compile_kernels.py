@@ -186,7 +186,7 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
         if kernel not in ("forward_kernel", "gradients_kernel"):
             return 0
         widths = hopper_config.widths(dim, value_dim_of(backend, dim))
-        tile = hopper_config.forward(widths.qk) if kernel == "forward_kernel" else hopper_config.backward(widths)
+        tile = (hopper_config.forward if kernel == "forward_kernel" else hopper_config.backward)(widths)
         if kernel == "forward_kernel" or tile.consumers != "consume_192":
             dim = widths.qk
         # P in float32, for the gradient of a constant rate

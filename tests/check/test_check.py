@@ -255,7 +255,7 @@ def test_interrupted_program_ends_its_processes(monkeypatch):
     monkeypatch.setattr(check, "Tasks", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         check.main(["--device", "cpu"])
-    assert len(started) == (1 if ON_GPU else len(INTERPRETED))  # kernels: not interpreted beside a GPU
+    assert len(started) == (1 if ON_GPU else len(INTERPRETED))  # with a GPU, kernels are not interpreted
     assert all(tasks.process.kill.called for tasks in started)
 
 

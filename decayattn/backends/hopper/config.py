@@ -60,13 +60,15 @@ _REGISTERS, _LAUNCH_REGISTERS = 240, 168
 class ForwardConfig:
     """Schedule of the forward.
 
-    keys per tile; consumer warpgroups of 64 rows; stages: key and value tiles in flight; slots: work tiles with their
-    queries in shared memory; spill_bytes: upper bound on register spills; registers per thread.
+    The widths of its tiles; keys per tile; consumer warpgroups of 64 rows; stages: key and value tiles in flight;
+    slots: work tiles with their queries in shared memory; spill_bytes: upper bound on register spills; registers per
+    thread.
 
     A consumer thread has `registers`. Every thread of the launch has `launch_registers` until the producer gives its
     share away. Both are the most that the register file of 65,536 allows.
     """
 
+    widths: Widths
     keys: int
     warpgroups: int
     stages: int
@@ -86,38 +88,56 @@ class ForwardConfig:
 
 
 @functools.cache
-def forward(dim: int) -> ForwardConfig:
-    """The forward's schedule for a kernel_dim."""
-    if dim == 64:
+def forward(widths: Widths) -> ForwardConfig:
+    """Return the forward's schedule."""
+    if widths.qk == 64:
         # Latency-bound with two warpgroups: the third gains 12 %; four stages, which let them drift apart, 4 to 6 %.
         # Spilled are values that the end of a work tile needs, or (with a window) its partial tiles
-        return ForwardConfig(KEY_TILE, 3, stages=4, slots=2, spill_bytes=28, registers=160, launch_registers=128)
-    if dim == 128:
-        return ForwardConfig(KEY_TILE, 2, stages=2, slots=2, spill_bytes=12)
+        return ForwardConfig(widths, KEY_TILE, 3, 4, slots=2, spill_bytes=28, registers=160, launch_registers=128)
+    if widths.qk == 128:
+        return ForwardConfig(widths, KEY_TILE, 2, 2, slots=2, spill_bytes=12)
     # acc takes half of the registers, hence half as many scores; two stages and one slot fill the shared memory
-    return ForwardConfig(KEY_TILE // 2, 2, stages=2, slots=1, spill_bytes=12)
+    return ForwardConfig(widths, KEY_TILE // 2, 2, 2, slots=1, spill_bytes=12)
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
     """Schedule of the backward.
 
-    consumers: their module; keys of a work tile; columns of a tile of q or k; rows of a query tile; stages: tiles of q
-    and dO in flight; slots for dSᵀ; zero_lines: lines of dq that one copy zeroes; dk_columns: columns of dk that one
-    copy stores; spill_bytes and registers as in ForwardConfig.
+    consumers: their module; widths of its tiles; columns of a buffer of q or k; blocks: buffers that make up a tile of
+    them; slots for dSᵀ; keys of a work tile; rows of a query tile; stages: tiles of q and dO in flight; zero_lines:
+    lines of dq that one copy zeroes; dk_columns: columns of dk that one copy stores; spill_bytes and registers as in
+    ForwardConfig.
     """
 
     consumers: Consumers
-    keys: int
+    widths: Widths
     columns: int
-    rows: int
-    stages: int
+    blocks: int
     slots: int
-    zero_lines: int
-    dk_columns: int
     spill_bytes: int
+    keys: int = KEY_TILE
+    rows: int = 64
+    stages: int = 2
+    zero_lines: int = 2
+    dk_columns: int = 64
     registers: int = _REGISTERS
     launch_registers: int = _LAUNCH_REGISTERS
+
+    @property
+    def common_keys(self) -> bool:
+        """True if both warpgroups have all keys of a work tile."""
+        return self.consumers == "consume_256"
+
+    @property
+    def score_rows(self) -> int:
+        """Rows of the scores that a warpgroup has at once."""
+        return self.rows if self.consumers == "consume_128" else self.rows // 2
+
+    @property
+    def dq_parts(self) -> int:
+        """Parts of dq of a query tile, (64, 64) each."""
+        return self.rows * self.widths.qk // 64**2
 
 
 @functools.cache
@@ -131,13 +151,9 @@ def backward(widths: Widths) -> BackwardConfig:
     decay per token spills 104 bytes (D = 64), 168 (D = 128), 244 (consume_192.py) and 252 (consume_256.py).
     """
     if widths.qk == 64:
-        return BackwardConfig("consume_128", KEY_TILE, 64, 128, 2, slots=2, zero_lines=8, dk_columns=64, spill_bytes=52)
+        return BackwardConfig("consume_128", widths, 64, 1, slots=2, zero_lines=8, spill_bytes=52, rows=128)
     if widths.qk == 128:
-        return BackwardConfig("consume_128", KEY_TILE, 128, 64, 2, slots=3, zero_lines=8, dk_columns=64, spill_bytes=56)
+        return BackwardConfig("consume_128", widths, 128, 1, slots=3, zero_lines=8, spill_bytes=56)
     if widths.read <= 192 and widths.v <= 128:
-        return BackwardConfig(
-            "consume_192", KEY_TILE, 64, 64, 2, slots=3, zero_lines=2, dk_columns=64, spill_bytes=160
-        )
-    return BackwardConfig(
-        "consume_256", KEY_TILE // 2, 256, 64, 2, slots=2, zero_lines=2, dk_columns=256, spill_bytes=132
-    )
+        return BackwardConfig("consume_192", widths, 64, 3, slots=3, spill_bytes=160)
+    return BackwardConfig("consume_256", widths, 256, 1, slots=2, spill_bytes=132, keys=KEY_TILE // 2, dk_columns=256)

@@ -27,6 +27,8 @@ from decayattn.backends.portable.tiles import (
     from_token,
     keys_of_rows,
     load_bias,
+    load_keys,
+    load_queries,
     load_rows,
     load_tile,
     scores_of_rows,
@@ -138,9 +140,7 @@ def _add_rows(
     if row_scales is not None:
         row_scale = row_scale[None, :]
 
-    q = load_tile(
-        q_source, work.entry, head, work.first_row, start, query_length, BLOCK_M, TRAITS.d, TRAITS.block_d, PARTIAL
-    )
+    q = load_queries(q_source, work, head, start, False, PARTIAL, TRAITS)
     scoreT = tl.dot(keys.k, tl.trans(q), input_precision=PRECISION, out_dtype=ACCUMULATOR) * (row_scale * LOG2E)
     scoreT = decayed_score(
         scoreT, rows.alpha[None, :], keys.alpha[:, None], difference, decay.rate, rows.position[None, :],
@@ -151,10 +151,7 @@ def _add_rows(
     if PARTIAL:
         scoreT = tl.where(visible(rows.index[None, :], keys.first[:, None], keys.end[:, None]), scoreT, float("-inf"))
     pT = probability(scoreT, lse2[None, :])
-    do = load_tile(
-        d_out_source, work.entry, head, work.first_row, start, query_length, BLOCK_M, TRAITS.d_v, TRAITS.block_dv,
-        PARTIAL,
-    )
+    do = load_queries(d_out_source, work, head, start, True, PARTIAL, TRAITS)
     dv = add_product(pT.to(do.dtype), do, sums.dv, PRECISION)
     dpT = tl.dot(keys.v, tl.trans(do), input_precision=PRECISION, out_dtype=ACCUMULATOR)
     dsT = score_gradient(pT, dpT, row_delta[None, :])
@@ -187,9 +184,7 @@ def key_gradients_kernel(
         sequences, sizes.heads, sizes.query_length, sizes.key_length, BLOCK_N, True, False, PACKED, TRAITS.searches,
         program=program,
     )
-    start, entry, kv_head, query_length, key_length = (
-        work.start, work.entry, work.head, work.query_length, work.key_length,
-    )
+    start, kv_head, query_length, key_length = work.start, work.head, work.query_length, work.key_length
     if sequences is not None:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
         if start >= key_length:
             return
@@ -199,14 +194,8 @@ def key_gradients_kernel(
     key = tl.minimum(start + tl.arange(0, BLOCK_N), key_length - 1)
     q_source, d_out_source = TileSource(q_descriptor, inputs.q), TileSource(d_out_descriptor, inputs.d_out)
 
-    k = load_tile(
-        TileSource(k_descriptor, inputs.k), entry, kv_head, work.first_token, start, key_length,
-        BLOCK_N, TRAITS.d, BLOCK_D, True,
-    )
-    v = load_tile(
-        TileSource(v_descriptor, inputs.v), entry, kv_head, work.first_token, start, key_length,
-        BLOCK_N, TRAITS.d_v, BLOCK_DV, True,
-    )
+    k = load_keys(TileSource(k_descriptor, inputs.k), work, kv_head, start, False, True, TRAITS)
+    v = load_keys(TileSource(v_descriptor, inputs.v), work, kv_head, start, True, True, TRAITS)
     dk = tl.zeros([BLOCK_N, BLOCK_D], ACCUMULATOR)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACCUMULATOR)
     for member in range(0, TRAITS.group):
@@ -246,8 +235,8 @@ def key_gradients_kernel(
             tl.store(gradients.column_sums + offsets.tokens + index, sums.column_sum, mask=index < key_length)
     if row_terms.scales is None:
         dk *= tl.full([], scale, ACCUMULATOR)
-    store_tile(dk_out, entry, kv_head, start, key_length, dk, BLOCK_N, TRAITS.d, BLOCK_D)
-    store_tile(dv_out, entry, kv_head, start, key_length, dv, BLOCK_N, TRAITS.d_v, BLOCK_DV)
+    store_tile(dk_out, work.entry, kv_head, start, key_length, dk, BLOCK_N, TRAITS.d, BLOCK_D)
+    store_tile(dv_out, work.entry, kv_head, start, key_length, dv, BLOCK_N, TRAITS.d_v, BLOCK_DV)
 
 
 @triton.jit
@@ -269,10 +258,7 @@ def _add_keys(
     if TRAITS.row_cancels:
         lse2 -= difference
     p = probability(score, lse2[:, None])
-    v = load_tile(
-        v_source, work.entry, kv_head, work.first_token, start, work.key_length, BLOCK_N, TRAITS.d_v, TRAITS.block_dv,
-        PARTIAL,
-    )
+    v = load_keys(v_source, work, kv_head, start, True, PARTIAL, TRAITS)
     dp = tl.dot(queries.d_out, tl.trans(v), input_precision=PRECISION, out_dtype=ACCUMULATOR)
     ds = score_gradient(p, dp, queries.delta[:, None])
     decay_sum, score_sum, distance_sum = sums.decay, sums.score, sums.distance
@@ -331,14 +317,8 @@ def query_gradients_kernel(
     here = offsets.rows + rows.row
     lse2 = tl.load(row_terms.row_lse2 + here)
     row_delta = tl.load(row_terms.delta + here)
-    q = load_tile(
-        TileSource(q_descriptor, inputs.q), entry, head, first_row, start, query_length,
-        BLOCK_M, TRAITS.d, BLOCK_D, True,
-    )
-    do = load_tile(
-        TileSource(d_out_descriptor, inputs.d_out), entry, head, first_row, start, query_length,
-        BLOCK_M, TRAITS.d_v, TRAITS.block_dv, True,
-    )
+    q = load_queries(TileSource(q_descriptor, inputs.q), work, head, start, False, True, TRAITS)
+    do = load_queries(TileSource(d_out_descriptor, inputs.d_out), work, head, start, True, True, TRAITS)
     first, end = keys_of_rows(rows, work, sizes.heads, decay, head_decay.prefix, window, plan, TRAITS)
     queries = QueryTile(q, do, rows, row_scale, lse2, row_delta, first, end)
     tile_begin, full_begin, full_end, tile_end = visited_tiles(first, end, TRAITS.block_n)

@@ -18,8 +18,9 @@ from decayattn.backends.portable.tiles import (
     decay_of_head,
     from_token,
     keys_of_rows,
+    load_keys,
+    load_queries,
     load_rows,
-    load_tile,
     scores_of_rows,
     store_tile,
 )
@@ -67,10 +68,7 @@ def _attend(
     p = probability(score, tile_anchor[:, None])
     correction = rescale(state.row_max, anchor)
     row_sum = state.row_sum * correction + tl.sum(p, 1)
-    v = load_tile(
-        v_source, work.entry, kv_head, work.first_token, start, work.key_length, BLOCK_N, TRAITS.d_v, TRAITS.block_dv,
-        PARTIAL,
-    )
+    v = load_keys(v_source, work, kv_head, start, True, PARTIAL, TRAITS)
     acc = add_product(p.to(v.dtype), v, state.acc * correction[:, None], PRECISION)
     return Softmax(acc, row_sum, new_max)
 
@@ -113,10 +111,7 @@ def forward_kernel(
     row_scale = rows.scale * LOG2E
     if row_scales is not None:
         row_scale = row_scale[:, None]
-    q = load_tile(
-        TileSource(q_descriptor, inputs.q), work.entry, head, work.first_row, start, query_length,
-        BLOCK_M, TRAITS.d, TRAITS.block_d, True,
-    )
+    q = load_queries(TileSource(q_descriptor, inputs.q), work, head, start, False, True, TRAITS)
     first, end = keys_of_rows(rows, work, sizes.heads, decay, head_decay.prefix, window, plan, TRAITS)
     queries = QueryTile(q, rows, row_scale, first, end)
     tile_begin, full_begin, full_end, tile_end = visited_tiles(first, end, TRAITS.block_n)

@@ -111,6 +111,24 @@ def load_tile(
 
 
 @triton.jit
+def load_queries(source, work, head, start, VALUES: tl.constexpr, MASKED: tl.constexpr, TRAITS: tl.constexpr):
+    """load_tile of q, or of dO if VALUES, from row `start` on of work's sequence."""
+    DIM: tl.constexpr = TRAITS.d_v if VALUES else TRAITS.d
+    WIDTH: tl.constexpr = TRAITS.block_dv if VALUES else TRAITS.block_d
+    first, length = work.first_row, work.query_length
+    return load_tile(source, work.entry, head, first, start, length, TRAITS.block_m, DIM, WIDTH, MASKED)
+
+
+@triton.jit
+def load_keys(source, work, head, start, VALUES: tl.constexpr, MASKED: tl.constexpr, TRAITS: tl.constexpr):
+    """load_tile of k, or of v if VALUES, from token `start` on of work's sequence."""
+    DIM: tl.constexpr = TRAITS.d_v if VALUES else TRAITS.d
+    WIDTH: tl.constexpr = TRAITS.block_dv if VALUES else TRAITS.block_d
+    first, length = work.first_token, work.key_length
+    return load_tile(source, work.entry, head, first, start, length, TRAITS.block_n, DIM, WIDTH, MASKED)
+
+
+@triton.jit
 def from_token(tensor, first):
     """Move the pointer of a (B, T, H, ·) tensor to the first token of a sequence."""
     return tensor.data + first.to(tl.int64) * tensor.strides[1]
@@ -151,9 +169,7 @@ def scores_of_rows(
     DECAY: tl.constexpr = TRAITS.decay
     rows, prefix, key_length = queries.rows, decay.prefix, work.key_length
     key = start + tl.arange(0, BLOCK_N)
-    k = load_tile(
-        k_source, work.entry, kv_head, work.first_token, start, key_length, BLOCK_N, TRAITS.d, TRAITS.block_d, PARTIAL
-    )
+    k = load_keys(k_source, work, kv_head, start, False, PARTIAL, TRAITS)
     score = tl.dot(queries.q, tl.trans(k), input_precision=TRAITS.precision, out_dtype=ACCUMULATOR) * scale2
     key_side = key_alpha(key, start, key_length, decay.rate, prefix.beta, DECAY)
     difference = base_difference(rows.anchor, start, decay.rate, prefix.base, prefix.beta, DECAY)

@@ -7,7 +7,7 @@ import torch
 
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward import launch as launch_backward
-from decayattn.backends.hopper.backward.row_terms import RowTermsTraits, row_terms_kernel
+from decayattn.backends.hopper.backward.row_terms import row_terms_kernel
 from decayattn.backends.hopper.common import descriptors, tile_table
 from decayattn.backends.hopper.forward import launch
 from decayattn.backends.runtime import tma
@@ -91,7 +91,7 @@ def test_rows_without_a_key_have_no_terms(device):
     zeroed = torch.empty_like(row_lse2), row_lse2.new_empty(HEADS * tile * 64), counters, None
     row_terms_kernel[(tile // block * HEADS,)](
         strided(out), strided(d_out), strided(d_lse), row_lse2, terms, None, zeroed, None, None,
-        -8.0, rows, 1, HEADS, 0, 3, TRAITS=RowTermsTraits(64, DIM, tile, block, "none", 1, 1),
+        -8.0, rows, 1, HEADS, 0, 3, TRAITS=(64, DIM, tile, block, "none", 1, 1),
     )
     added, taken = terms[:, 0, 0].double()[..., : 2 * SPLITS].unflatten(-1, (2, SPLITS)).sum(-1).unbind(-1)
     seen = torch.nn.functional.pad(row_lse2[0] < torch.inf, (0, tile - rows))

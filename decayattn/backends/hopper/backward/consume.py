@@ -1,7 +1,7 @@
 """The loop of the backward's consumers, which is the same for all head dimensions: work tiles, heads, query tiles.
 
-Each of consume_128.py, consume_192.py and consume_256.py has four functions for it: zeros of the gradients (dk, dv), a
-query tile's contribution, dq of a head's last query tile, and the store of a work tile's gradients. Timeline::
+Each of consume_128.py, consume_192.py and consume_256.py has three functions for it: a query tile's contribution, dq of
+a head's last query tile, and the store of a work tile's gradients. Timeline::
 
     work tile    zeros | head 0                                               | head 1 … | dv and dk → shared memory
     head         keys | tile 0 | tile 1, dq of tile 0 | … | dq of the last tile | sums of keys
@@ -11,9 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from decayattn.backends.hopper.backward.consume_128 import end_head_128, next_tile_128, store_128, zeros_128
-from decayattn.backends.hopper.backward.consume_192 import end_head_192, next_tile_192, store_192, zeros_192
-from decayattn.backends.hopper.backward.consume_256 import end_head_256, next_tile_256, store_256, zeros_256
+from decayattn.backends.hopper.backward.consume_128 import end_head_128, next_tile_128, store_128
+from decayattn.backends.hopper.backward.consume_192 import end_head_192, next_tile_192, store_192
+from decayattn.backends.hopper.backward.consume_256 import end_head_256, next_tile_256, store_256
 from decayattn.backends.hopper.backward.key_sums import store_key_sums
 from decayattn.backends.hopper.backward.score_tile import keys_of_head
 from decayattn.backends.hopper.backward.work import find_work, query_tile, visits
@@ -24,13 +24,28 @@ from decayattn.backends.tiles.scores import LOG2E
 
 
 @gluon.jit
-def _walk(
-    schedule, shared, dq_memory, units, dk_desc, decay, scale, WARPGROUP: gl.constexpr, ZEROS: gl.constexpr,
-    NEXT_TILE: gl.constexpr, END_HEAD: gl.constexpr, STORE: gl.constexpr,
-):
+def _zeros(shared, WARPGROUP: gl.constexpr):
+    """Return (dk, dv) before the first query tile; dk is a tuple of its blocks if there are several.
+
+    Warpgroups with common keys have half of the columns each; of dk, only the first 64 if the others hold no values.
+    """
+    COLUMNS: gl.constexpr = shared.TILE.columns
+    D_V: gl.constexpr = shared.values.shape[-1]
+    COMMON_KEYS: gl.constexpr = shared.TILE.common_keys
+    HALF: gl.constexpr = 128 if shared.TILE.widths.read - 128 * WARPGROUP > 64 else 64
+    DK: gl.constexpr = HALF if COMMON_KEYS else COLUMNS
+    DV: gl.constexpr = D_V // 2 if COMMON_KEYS else D_V
+    dk = gl.zeros([WARPGROUP_KEYS, DK], gl.float32, product_layout(DK))
+    dv = gl.zeros([WARPGROUP_KEYS, DV], gl.float32, product_layout(DV))
+    if shared.TILE.blocks > 1:
+        dk = (dk, dk, dk)
+    return dk, dv
+
+
+@gluon.jit
+def _walk(consuming, WARPGROUP: gl.constexpr, NEXT_TILE: gl.constexpr, END_HEAD: gl.constexpr, STORE: gl.constexpr):
     """Run one consumer warpgroup: its part of every work tile, through the query tiles that see the tile's keys.
 
-    ZEROS(shared, WARPGROUP): (dk, dv).
     NEXT_TILE(n, tile, previous, sums, keys, work, shared, dq_target, score_scale, WARPGROUP, PARTIAL): add the n-th
         query tile to sums, (dk, dv, key_sum), and dq of the previous visit to its target.
     END_HEAD(n, previous, is_last, work, shared, dq_target, WARPGROUP): add dq of the head's last visit; is_last: the
@@ -42,11 +57,14 @@ def _walk(
         rows or None)
     previous: the previous visit as tile · SIDES + side; −1 if there is none in this head
     """
-    COMMON_KEYS: gl.constexpr = shared.COMMON_KEYS
+    schedule, shared, dq_memory, units, dk_desc, decay, scale = consuming
+    COMMON_KEYS: gl.constexpr = shared.TILE.common_keys
     # consumers of consume_256.py share their keys, and the second one makes the sums
     OWN: gl.constexpr = 0 if COMMON_KEYS else WARPGROUP
-    KEY_SUMS: gl.constexpr = schedule.DECAY_GRADIENT and (WARPGROUP == 1 or not COMMON_KEYS)
-    KEY: gl.constexpr = gl.SliceLayout(1, product_layout(shared.SCORE_ROWS))
+    KEY_SUMS: gl.constexpr = schedule.MODES.decay_gradient and (WARPGROUP == 1 or not COMMON_KEYS)
+    # first part of dq that the warpgroup adds; those of consume_192.py take turns
+    FIRST_PART: gl.constexpr = 0 if shared.TILE.blocks > 1 else WARPGROUP * (shared.TILE.dq_parts // 2)
+    KEY: gl.constexpr = gl.SliceLayout(1, product_layout(shared.TILE.score_rows))
     index = shared.published_index(0)
     count = index * 0
     n = index * 0
@@ -54,16 +72,18 @@ def _walk(
         work = find_work(schedule, index)
         key = work.bounds.start + OWN * WARPGROUP_KEYS + gl.arange(0, WARPGROUP_KEYS, KEY)
         inside = gl.minimum(key, work.bounds.key_length - 1)
-        dk, dv = ZEROS(shared, WARPGROUP)
-        for member in range(schedule.GROUP):
-            tokens = work.first_token(member)
+        dk, dv = _zeros(shared, WARPGROUP)
+        for member in range(schedule.MODES.group):
+            tokens = work.bounds.tokens(work.head_row(member))
             key_alpha, rows, ends = keys_of_head(work, member, tokens, key, inside, decay)
-            first_part = work.first_tile(member) * shared.DQ_PARTS + shared.first_part(WARPGROUP)
-            dq_target = (dq_memory, first_part, decay.sums.rows, work.first_row(member), units)
+            first_part = work.first_tile(member) * shared.TILE.dq_parts + FIRST_PART
+            # 2^31 rows would not fit in any GPU's memory
+            first_row = work.bounds.rows(work.head_row(member), False)
+            dq_target = (dq_memory, first_part, decay.row_sums, first_row, units)
             key_sum = gl.zeros([WARPGROUP_KEYS, 4], gl.float32, SHARES)
             # the previous visit, as tile · SIDES + side
             previous = -1
-            for side in range(schedule.SIDES):
+            for side in range(schedule.MODES.sides):
                 first, end = work.rows_of_side(rows, side)
                 visited = work.visited(ends, side)
                 # wait late, so that the loads above run while the keys arrive
@@ -81,13 +101,13 @@ def _walk(
                             n, tile, previous, (dk, dv, key_sum), (key, key_alpha, first, end), work, shared, dq_target,
                             scale * LOG2E, WARPGROUP, PARTIAL,
                         )
-                        previous = tile * schedule.SIDES + side
+                        previous = tile * schedule.MODES.sides + side
                         n = opaque_next(n)
-                if schedule.SIDES == 2:
+                if schedule.MODES.sides == 2:
                     # right of the diagonal the sign is reversed: with a change of sign after each side, sums are
                     # left − right
                     key_alpha, key_sum = -key_alpha, -key_sum
-            is_last = member == schedule.GROUP - 1
+            is_last = member == schedule.MODES.group - 1
             if not COMMON_KEYS:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
                 if is_last:
                     # store dv to the buffer of this warpgroup's values
@@ -109,20 +129,12 @@ def _walk(
 
 
 @gluon.jit
-def consume(schedule, shared, dq_memory, units, dk_desc, decay, scale, WARPGROUP: gl.constexpr):
+def consume(consuming, WARPGROUP: gl.constexpr):
     """Run one consumer warpgroup."""
-    if shared.COMMON_KEYS:
-        _walk(
-            schedule, shared, dq_memory, units, dk_desc, decay, scale, WARPGROUP,
-            zeros_256, next_tile_256, end_head_256, store_256,
-        )
-    elif shared.BLOCKS > 1:
-        _walk(
-            schedule, shared, dq_memory, units, dk_desc, decay, scale, WARPGROUP,
-            zeros_192, next_tile_192, end_head_192, store_192,
-        )
+    _, shared, _, _, _, _, _ = consuming
+    if shared.TILE.common_keys:
+        _walk(consuming, WARPGROUP, next_tile_256, end_head_256, store_256)
+    elif shared.TILE.blocks > 1:
+        _walk(consuming, WARPGROUP, next_tile_192, end_head_192, store_192)
     else:
-        _walk(
-            schedule, shared, dq_memory, units, dk_desc, decay, scale, WARPGROUP,
-            zeros_128, next_tile_128, end_head_128, store_128,
-        )
+        _walk(consuming, WARPGROUP, next_tile_128, end_head_128, store_128)

@@ -12,12 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from decayattn.backends.hopper.backward.dq import (
     add_dq_part,
-    add_row_sums,
     d_scores_for_dq,
     in_units,
     is_loaded,
     opaque_zero,
-    stage_dq_part,
     start_dq_part,
     units_of_dq,
 )
@@ -31,6 +29,7 @@ from decayattn.backends.hopper.common.fragments import (
     ones_of_splits,
     operand_layout,
     product_layout,
+    to_fragments,
 )
 from decayattn.backends.hopper.common.pipelines import arrive, flat, signal, stacked
 from decayattn.backends.tiles.scores import score_gradient
@@ -55,10 +54,9 @@ def next_tile_128(
 ):
     """Add the n-th query tile; consume.py has the arguments."""
     dk, dv, key_sum = sums
-    dq_desc, first_part, _, _, _ = dq_target
-    ROWS: gl.constexpr = work.schedule.ROWS
+    ROWS: gl.constexpr = work.schedule.TILE.rows
     D: gl.constexpr = shared.keys.shape[-1]
-    DECAY: gl.constexpr = work.schedule.DECAY
+    DECAY: gl.constexpr = work.schedule.MODES.decay
     SCORE: gl.constexpr = product_layout(ROWS)
     OPERAND: gl.constexpr = operand_layout(dk.type.layout)
     DTYPE: gl.constexpr = shared.queries.dtype
@@ -69,10 +67,10 @@ def next_tile_128(
     d_out = flat(shared.d_outs.index(stage))
 
     own = WARPGROUP + opaque_zero(n)
-    ROW_SUMS: gl.constexpr = work.schedule.ROW_SUMS
-    ROW_SCALES: gl.constexpr = work.schedule.ROW_SCALES
-    LOADED: gl.constexpr = is_loaded(D, ROW_SUMS, ROW_SCALES)
-    KEY_SUMS: gl.constexpr = 1 if work.schedule.DECAY_GRADIENT else 0
+    ROW_SUMS: gl.constexpr = work.schedule.MODES.row_sums
+    ROW_SCALES: gl.constexpr = work.schedule.MODES.row_scales
+    LOADED: gl.constexpr = is_loaded(D, work.schedule.MODES)
+    KEY_SUMS: gl.constexpr = 1 if work.schedule.MODES.decay_gradient else 0
 
     # In step with the first warpgroup, the second is 1 to 3 % slower. With a constant decay and D = 64, waiting at
     # every tile costs 1 to 5 %; waiting at partial tiles, which come first, is enough to keep them apart
@@ -96,7 +94,7 @@ def next_tile_128(
     dv = warpgroup_mma(gl.convert_layout(pT, OPERAND), d_out, dv, is_async=True)
     dpT = warpgroup_mma_wait(1, (dpT,))
     # float16 is coarse below 6e-5, and under strong rates the gradient of a rate comes from such P only
-    FINE: gl.constexpr = work.schedule.DECAY_GRADIENT and DECAY == "constant" and shared.queries.dtype == gl.float16
+    FINE: gl.constexpr = work.schedule.MODES.decay_gradient and DECAY == "constant" and gl.float16 == DTYPE
     if D == 64 and not FINE:
         # rounded to 16 bits: in float32, P would take 64 registers in addition to the 64 of dP, and spill 100 bytes
         p = _widened(pT)
@@ -105,23 +103,23 @@ def next_tile_128(
 
     # wait here and not below: after an arrival at a neighbouring barrier, Triton would synchronise the warps
     shared.wait_d_scores(n - 1, pred=n > 0)
-    if shared.SLOTS == 2:
+    if shared.TILE.slots == 2:
         # both have read the slot, for dq of tile n − 2; with three slots, they did so before q of this tile could come
         mbarrier.wait(shared.barriers.d_scores_read, (n - 1) & 1, pred=n > 0)
     # loaded after both waits: if one came between, ptxas 13.4 (Triton 3.9) would copy the 32 registers for each of the
     # products, and Triton 3.6 would synchronise the warps three times more
-    before = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, D, LOADED)
+    before = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, LOADED)
     if LOADED:
         arrive(shared.barriers.d_scores_read)
     shared.d_scores.index(shared.slot(n) * 2 + WARPGROUP).store(dsT)
     if not LOADED:
         fence_async_shared()
-    tma.store_wait(0)  # TMA has read the part that stage_dq_part stored a tile ago
+    tma.store_wait(0)  # TMA has read the part that was stored a tile ago
     arrive(shared.barriers.d_scores_ready.index(shared.slot(n)))
     # dv is done by now. Keeping its operand in registers would leave ptxas too few at D = 128, and serialise the
     # products below
     dv = warpgroup_mma_wait(0, (dv,))
-    dq, row_sum = start_dq_part(shared, n, before, WARPGROUP, D, ROW_SUMS, LOADED)
+    dq, row_sum = start_dq_part(shared, n, before, WARPGROUP, ROW_SUMS, LOADED)
     left = gl.convert_layout(dsT, OPERAND)
     left_of_dk = operand_of_dk(left, d_scores, shared, stage, ROW_SCALES)
     dk = warpgroup_mma(left_of_dk, query, dk, is_async=True)
@@ -132,19 +130,17 @@ def next_tile_128(
         of_keys = warpgroup_mma(left, right, of_keys, use_acc=False, is_async=True)
     units = units_of_dq(dq_target, previous, work, WARPGROUP if D == 64 else 0)  # loaded during the products
     dq, row_sum = warpgroup_mma_wait(1 + KEY_SUMS, (dq, row_sum))  # dk and its sums are still running
-    if shared.SLOTS == 2 and not LOADED:
+    if shared.TILE.slots == 2 and not LOADED:
         arrive(shared.barriers.d_scores_read)
     if D == 64:  # D = 128 would spill 20 bytes more
         row_sum = in_units(row_sum, units, True)
-    stage_dq_part(shared, in_units(dq, units), WARPGROUP)
+    shared.dq_parts.index(WARPGROUP).store(to_fragments(in_units(dq, units)))
     dk, of_keys = warpgroup_mma_wait(0, (dk, of_keys))
     fence_async_shared()  # not earlier: ptxas crashes while products are running
     arrive(shared.barriers.empty.index(stage))
     if previous >= 0:
-        add_dq_part(dq_desc, first_part + previous // work.schedule.SIDES * 2, shared, WARPGROUP)
-        if ROW_SUMS:
-            add_row_sums(row_sum, dq_target, previous, work, WARPGROUP, D)
-    if work.schedule.DECAY_GRADIENT:
+        add_dq_part(row_sum, dq_target, previous, work, shared, WARPGROUP)
+    if work.schedule.MODES.decay_gradient:
         key_sum += key_sum_of_tile(of_keys, work, tile, keys[0], PARTIAL)
     return dk, dv, key_sum
 
@@ -164,35 +160,24 @@ def _dk_staging(dk_desc, shared, n, HALF: gl.constexpr, WARPGROUP: gl.constexpr)
 
 
 @gluon.jit
-def zeros_128(shared, WARPGROUP: gl.constexpr):
-    """Return (dk, dv) before the first query tile."""
-    D: gl.constexpr = shared.keys.shape[-1]
-    dk = gl.zeros([WARPGROUP_KEYS, D], gl.float32, product_layout(D))
-    return dk, dk
-
-
-@gluon.jit
 def end_head_128(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
     """Add dq and the row sums of a head's last visit."""
-    dq_desc, first_part, _, _, _ = dq_target
     D: gl.constexpr = shared.keys.shape[-1]
-    ROW_SUMS: gl.constexpr = work.schedule.ROW_SUMS
-    LOADED: gl.constexpr = is_loaded(D, ROW_SUMS, work.schedule.ROW_SCALES)
+    ROW_SUMS: gl.constexpr = work.schedule.MODES.row_sums
+    LOADED: gl.constexpr = is_loaded(D, work.schedule.MODES)
     shared.wait_d_scores(n - 1, pred=previous >= 0)
-    last = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, D, LOADED)
-    dq, row_sum = start_dq_part(shared, n, last, WARPGROUP, D, ROW_SUMS, LOADED)
+    last = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, LOADED)
+    dq, row_sum = start_dq_part(shared, n, last, WARPGROUP, ROW_SUMS, LOADED)
     units = units_of_dq(dq_target, previous, work, WARPGROUP if D == 64 else 0)
     dq, row_sum = warpgroup_mma_wait(0, (dq, row_sum))
     arrive(shared.barriers.keys_read, is_last)
     if previous >= 0:
         tma.store_wait(0)
         gluon_compat.thread_barrier()
-        stage_dq_part(shared, in_units(dq, units), WARPGROUP)
+        shared.dq_parts.index(WARPGROUP).store(to_fragments(in_units(dq, units)))
         fence_async_shared()
         gluon_compat.thread_barrier()
-        add_dq_part(dq_desc, first_part + previous // work.schedule.SIDES * 2, shared, WARPGROUP)
-        if ROW_SUMS:
-            add_row_sums(row_sum, dq_target, previous, work, WARPGROUP, D)
+        add_dq_part(row_sum, dq_target, previous, work, shared, WARPGROUP)
 
 
 @gluon.jit

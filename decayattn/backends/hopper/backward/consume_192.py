@@ -27,39 +27,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from decayattn.backends.hopper.backward.dq import (
-    DQ,
-    SUMS,
     add_from_registers,
     add_row_sums,
-    in_units,
     opaque_zero,
-    units_of_dq,
+    start_dq_block,
+    start_row_sums,
 )
 from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, sum_operands
 from decayattn.backends.hopper.backward.score_tile import operand_of_dk, tile_probability
-from decayattn.backends.hopper.backward.shared import DK_BLOCKS
 from decayattn.backends.hopper.common import gluon_compat
-from decayattn.backends.hopper.common.fragments import COPIES, PART, WARPGROUP_KEYS, operand_layout, product_layout
+from decayattn.backends.hopper.common.fragments import PART, WARPGROUP_KEYS, operand_layout, product_layout
 from decayattn.backends.hopper.common.pipelines import arrive, flat, signal, stacked
 from decayattn.backends.tiles.scores import score_gradient
 
-# layout of a block of dk
+# blocks of q, k and dk, and the layout of one of dk
+DK_BLOCKS: gl.constexpr = gl.constexpr(3)
 DK: gl.constexpr = gl.constexpr(product_layout(PART.value))
 
 
 @gluon.jit
 def _add_dq(shared, n, visit, work, dq_target, zero, BLOCK: gl.constexpr):
     """Multiply a block of dq of the tile before the n-th, and add it to memory; visit: that tile's."""
-    dq_fragments, first_part, _, _, _ = dq_target
-    slot = shared.slot(n - 1)
-    dq = gl.zeros([PART, PART], gl.float32, DQ)
-    for part in gl.static_range(2):
-        left = shared.d_scores.index(slot * 2 + part).permute((1, 0))
-        key = flat(shared.keys.index(zero + part * DK_BLOCKS + BLOCK))
-        dq = warpgroup_mma(left, key, dq, use_acc=part > 0, is_async=True)
-    dq = warpgroup_mma_wait(0, (dq,))
-    part = first_part + visit // work.schedule.SIDES * shared.DQ_PARTS + BLOCK
-    add_from_registers(dq_fragments, part, in_units(dq, units_of_dq(dq_target, visit, work)))
+    _, first_part, _, _, _ = dq_target
+    dq = warpgroup_mma_wait(0, (start_dq_block(shared, shared.slot(n - 1), zero, BLOCK * PART),))
+    part = first_part + visit // work.schedule.MODES.sides * shared.TILE.dq_parts + BLOCK
+    add_from_registers(dq_target, part, dq, visit, work)
 
 
 @gluon.jit
@@ -67,15 +59,9 @@ def _take_turn(shared, n, visit, work, dq_target, zero, WARPGROUP: gl.constexpr)
     """Do the same for the middle block of dq, or for the row sums of dS, while the other warpgroup does the other."""
     if (n & 1) == WARPGROUP:
         _add_dq(shared, n, visit, work, dq_target, zero, 1)
-    elif work.schedule.ROW_SUMS:
-        slot = shared.slot(n - 1)
-        row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
-        ones = shared.constants.ones.index(zero).permute((1, 0))
-        for part in gl.static_range(2):
-            left = shared.d_scores.index(slot * 2 + part).permute((1, 0))
-            row_sum = warpgroup_mma(left, ones, row_sum, use_acc=part > 0, is_async=True)
-        row_sum = warpgroup_mma_wait(0, (row_sum,))
-        add_row_sums(row_sum, dq_target, visit, work, 0, shared.DQ_PARTS * PART)
+    elif work.schedule.MODES.row_sums:
+        row_sum = warpgroup_mma_wait(0, (start_row_sums(shared, shared.slot(n - 1), zero),))
+        add_row_sums(row_sum, dq_target, visit, work, 0, shared.TILE.widths.qk)
 
 
 @gluon.jit
@@ -84,11 +70,10 @@ def next_tile_192(
 ):
     """Add the n-th query tile; consume.py has the arguments, and dk is a tuple of its blocks."""
     dk, dv, key_sum = sums
-    dk0, dk1, dk2 = dk
-    HALF: gl.constexpr = shared.SCORE_ROWS
-    DECAY: gl.constexpr = work.schedule.DECAY
-    ROW_SCALES: gl.constexpr = work.schedule.ROW_SCALES
-    KEY_SUMS: gl.constexpr = work.schedule.DECAY_GRADIENT
+    HALF: gl.constexpr = shared.TILE.score_rows
+    DECAY: gl.constexpr = work.schedule.MODES.decay
+    ROW_SCALES: gl.constexpr = work.schedule.MODES.row_scales
+    KEY_SUMS: gl.constexpr = work.schedule.MODES.decay_gradient
     SCORE: gl.constexpr = product_layout(HALF)
     DTYPE: gl.constexpr = shared.queries.dtype
     stage, phase = shared.stage(n), shared.phase(n)
@@ -111,13 +96,13 @@ def next_tile_192(
             scoreT = warpgroup_mma(key, query.permute((1, 0)), scoreT, use_acc=block > 0, is_async=True)
         # ones from shared memory: in registers, they would take eight
         if not ROW_SCALES:
-            scoreT = warpgroup_mma(shared.constants.splits.index(zero), terms, scoreT, is_async=True)
+            scoreT = warpgroup_mma(shared.splits.index(zero), terms, scoreT, is_async=True)
         if half == 0:
             mbarrier.wait(shared.barriers.d_outs_ready.index(stage), phase)
         dpT = gl.zeros([WARPGROUP_KEYS, HALF], gl.float32, SCORE)
         value = flat(shared.values.index(own))
         dpT = warpgroup_mma(value, d_out.permute((1, 0)), dpT, use_acc=False, is_async=True)
-        dpT = warpgroup_mma(shared.constants.splits.index(zero + 1), terms, dpT, is_async=True)
+        dpT = warpgroup_mma(shared.splits.index(zero + 1), terms, dpT, is_async=True)
         scoreT = warpgroup_mma_wait(2, (scoreT,))
         if half == 0 and WARPGROUP == 0:
             signal(shared.barriers.first_scores.index(stage))
@@ -144,28 +129,19 @@ def next_tile_192(
                 _take_turn(shared, n, previous, work, dq_target, zero, WARPGROUP)
         left = gl.convert_layout(dsT, operand_layout(DK))
         left_of_dk = operand_of_dk(left, d_scores, shared, stage, ROW_SCALES, half * HALF)
-        query0 = flat(shared.queries.index(first_block)).slice(half * HALF, HALF, 0)
-        query1 = flat(shared.queries.index(first_block + 1)).slice(half * HALF, HALF, 0)
-        query2 = flat(shared.queries.index(first_block + 2)).slice(half * HALF, HALF, 0)
-        dk0 = warpgroup_mma(left_of_dk, query0, dk0, is_async=True)
-        dk1 = warpgroup_mma(left_of_dk, query1, dk1, is_async=True)
-        dk2 = warpgroup_mma(left_of_dk, query2, dk2, is_async=True)
+        blocks = ()
+        for block in gl.static_range(DK_BLOCKS):
+            query = flat(shared.queries.index(first_block + block)).slice(half * HALF, HALF, 0)
+            blocks += (warpgroup_mma(left_of_dk, query, dk[block], is_async=True),)
         if KEY_SUMS:
             right = weights.index(zero).slice(half * HALF, HALF, 1).permute((1, 0))
             of_keys = warpgroup_mma(left, right, of_keys, use_acc=half > 0, is_async=True)
-        dk0, dk1, dk2, of_keys = warpgroup_mma_wait(0, (dk0, dk1, dk2, of_keys))
+        dk0, dk1, dk2, of_keys = warpgroup_mma_wait(0, (blocks[0], blocks[1], blocks[2], of_keys))
+        dk = (dk0, dk1, dk2)
     arrive(shared.barriers.empty.index(stage))
     if KEY_SUMS:
         key_sum += key_sum_of_tile(of_keys, work, tile, keys[0], PARTIAL)
-    return (dk0, dk1, dk2), dv, key_sum
-
-
-@gluon.jit
-def zeros_192(shared, WARPGROUP: gl.constexpr):
-    """Return (dk, dv) before the first query tile; dk is a tuple of its blocks."""
-    D_V: gl.constexpr = shared.values.shape[-1]
-    dk = gl.zeros([WARPGROUP_KEYS, PART], gl.float32, DK)
-    return (dk, dk, dk), gl.zeros([WARPGROUP_KEYS, D_V], gl.float32, product_layout(D_V))
+    return dk, dv, key_sum
 
 
 @gluon.jit

@@ -38,13 +38,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from decayattn.backends.hopper.backward.dq import (
-    DQ,
     SUMS,
     add_from_registers,
     add_row_sums,
-    in_units,
     opaque_zero,
-    units_of_dq,
+    start_dq_block,
+    start_row_sums,
 )
 from decayattn.backends.hopper.backward.key_sums import key_sum_of_tile, sum_operands
 from decayattn.backends.hopper.backward.score_tile import operand_of_dk, tile_probability
@@ -67,12 +66,6 @@ def _parts(warpgroup, read):
     return max(0, min(2, read // 64 - 2 * warpgroup))
 
 
-@gluon.constexpr_function
-def _dk_columns(warpgroup, read):
-    """Number of a warpgroup's columns of dk: its half, or only the first 64 if the others hold no values."""
-    return 128 if read - 128 * warpgroup > 64 else 64
-
-
 @gluon.jit
 def _start_scores(keys, rows, terms, FIRST: gl.constexpr, READ: gl.constexpr):
     """Issue keys · rowsᵀ plus a term per row: (64, 32).
@@ -91,55 +84,39 @@ def _start_scores(keys, rows, terms, FIRST: gl.constexpr, READ: gl.constexpr):
 
 
 @gluon.jit
-def _start_dq_part(shared, n, slot, COLUMN: gl.constexpr):
-    """Issue dS k of the tile in a slot, for the 64 columns from COLUMN on."""
-    key = flat(shared.keys.index(opaque_zero(n))).slice(COLUMN, PART, 1)
-    left = shared.d_scores.index(slot).permute((1, 0))
-    return warpgroup_mma(left, key, gl.zeros([PART, PART], gl.float32, DQ), use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _start_row_sums(shared, slot, zero):
-    """Issue the row sums of dS of the tile in a slot, (64, 8 copies); zero: opaque_zero."""
-    left = shared.d_scores.index(slot).permute((1, 0))
-    ones = shared.constants.ones.index(zero).permute((1, 0))
-    return warpgroup_mma(left, ones, gl.zeros([PART, COPIES], gl.float32, SUMS), use_acc=False, is_async=True)
-
-
-@gluon.jit
 def next_tile_256(
     n, tile, previous, sums, keys, work, shared, dq_target, score_scale, WARPGROUP: gl.constexpr, PARTIAL: gl.constexpr
 ):
     """Add the n-th query tile; consume.py has the arguments."""
     dk, dv, key_sum = sums
-    dq_fragments, first_part, _, _, _ = dq_target
-    OWN: gl.constexpr = shared.SCORE_ROWS
-    DECAY: gl.constexpr = work.schedule.DECAY
+    _, first_part, _, _, _ = dq_target
+    OWN: gl.constexpr = shared.TILE.score_rows
+    DECAY: gl.constexpr = work.schedule.MODES.decay
     DTYPE: gl.constexpr = shared.queries.dtype
-    OWN_PARTS: gl.constexpr = _parts(WARPGROUP, shared.READ)
-    ROW_SCALES: gl.constexpr = work.schedule.ROW_SCALES
+    OWN_PARTS: gl.constexpr = _parts(WARPGROUP, shared.TILE.widths.read)
+    ROW_SCALES: gl.constexpr = work.schedule.MODES.row_scales
     # warpgroup 0 makes the row sums, the other one the sums of keys
-    ROW_SUMS: gl.constexpr = work.schedule.ROW_SUMS and WARPGROUP == 0
-    KEY_SUMS: gl.constexpr = work.schedule.DECAY_GRADIENT and WARPGROUP == 1
+    ROW_SUMS: gl.constexpr = work.schedule.MODES.row_sums and WARPGROUP == 0
+    KEY_SUMS: gl.constexpr = work.schedule.MODES.decay_gradient and WARPGROUP == 1
     D_V: gl.constexpr = shared.values.shape[-1]
     D: gl.constexpr = shared.keys.shape[-1]
     stage, phase = shared.stage(n), shared.phase(n)
     query, d_out = flat(shared.queries.index(stage)), flat(shared.d_outs.index(stage))
     own = opaque_zero(n)
-    previous_part = first_part + previous // work.schedule.SIDES * shared.DQ_PARTS
+    previous_part = first_part + previous // work.schedule.MODES.sides * shared.TILE.dq_parts
 
     mbarrier.wait(shared.barriers.queries_ready.index(stage), phase)
     own_terms = shared.terms.index(stage).slice(WARPGROUP * OWN, OWN, 0).permute((1, 0))
     own_query = query.slice(WARPGROUP * OWN, OWN, 0)
     # the terms have LSE₂ divided by the scale of all scores; with a scale per row, tile_probability subtracts LSE₂
     LSE2: gl.constexpr = -1 if ROW_SCALES else 0
-    scoreT = _start_scores(flat(shared.keys.index(own)), own_query, own_terms, LSE2, shared.READ)
+    scoreT = _start_scores(flat(shared.keys.index(own)), own_query, own_terms, LSE2, shared.TILE.widths.read)
     row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
     before = shared.slot(n - 1)
     if OWN_PARTS > 0:
-        first_dq = _start_dq_part(shared, n, before, WARPGROUP * D // 2)
+        first_dq = start_dq_block(shared, before, own, WARPGROUP * D // 2)
     if ROW_SUMS:
-        row_sum = _start_row_sums(shared, before, own)
+        row_sum = start_row_sums(shared, before, own)
     mbarrier.wait(shared.barriers.d_outs_ready.index(stage), phase)
     own_d_out = d_out.slice(WARPGROUP * OWN, OWN, 0)
     dpT = _start_scores(flat(shared.values.index(own)), own_d_out, own_terms, DELTA, D_V)
@@ -151,13 +128,13 @@ def next_tile_256(
     if OWN_PARTS > 0:
         first_dq, row_sum = warpgroup_mma_wait(OF_DP, (first_dq, row_sum))
         if previous >= 0:
-            add_from_registers(dq_fragments, previous_part, in_units(first_dq, units_of_dq(dq_target, previous, work)))
+            add_from_registers(dq_target, previous_part, first_dq, previous, work)
     if ROW_SUMS and previous >= 0:
         add_row_sums(row_sum, dq_target, previous, work, 0, D)
     dpT = warpgroup_mma_wait(0, (dpT,))
     if OWN_PARTS > 1:
         # issued only after dP is ready: earlier, ptxas would have too few registers, and serialise all products
-        second_dq = _start_dq_part(shared, n, before, WARPGROUP * D // 2 + PART)
+        second_dq = start_dq_block(shared, before, own, WARPGROUP * D // 2 + PART)
     d_scores = score_gradient(p, dpT, 0)
     dsT = d_scores.to(DTYPE)
     mbarrier.wait(shared.barriers.p_read, (n - 1) & 1, pred=n > 0)
@@ -168,8 +145,7 @@ def next_tile_256(
         # once both have arrived, its operand is overwritten
         second_dq = warpgroup_mma_wait(0, (second_dq,))
         if previous >= 0:
-            units = units_of_dq(dq_target, previous, work)
-            add_from_registers(dq_fragments, previous_part + 1, in_units(second_dq, units))
+            add_from_registers(dq_target, previous_part + 1, second_dq, previous, work)
     fence_async_shared()
     arrive(shared.barriers.d_scores_ready.index(shared.slot(n)))
     shared.wait_d_scores(n)
@@ -192,8 +168,7 @@ def next_tile_256(
     if OWN_PARTS > 1 and not ROW_SCALES:
         second_dq = warpgroup_mma_wait(LATER + 1, (second_dq,))
         if previous >= 0:
-            units = units_of_dq(dq_target, previous, work)
-            add_from_registers(dq_fragments, previous_part + 1, in_units(second_dq, units))
+            add_from_registers(dq_target, previous_part + 1, second_dq, previous, work)
     dv = warpgroup_mma_wait(LATER, (dv,))
     if not ROW_SCALES:
         arrive(shared.barriers.p_read)
@@ -207,27 +182,18 @@ def next_tile_256(
 
 
 @gluon.jit
-def zeros_256(shared, WARPGROUP: gl.constexpr):
-    """Return (dk, dv) before the first query tile; the warpgroup's columns of them."""
-    D_V: gl.constexpr = shared.values.shape[-1]
-    DK: gl.constexpr = _dk_columns(WARPGROUP, shared.READ)
-    dk = gl.zeros([WARPGROUP_KEYS, DK], gl.float32, product_layout(DK))
-    return dk, gl.zeros([WARPGROUP_KEYS, D_V // 2], gl.float32, product_layout(D_V // 2))
-
-
-@gluon.jit
 def end_head_256(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
     """Add dq and the row sums of a head's last visit."""
-    dq_fragments, first_part, _, _, _ = dq_target
+    _, first_part, _, _, _ = dq_target
     D: gl.constexpr = shared.keys.shape[-1]
-    last, last_part = shared.slot(n - 1), first_part + previous // work.schedule.SIDES * shared.DQ_PARTS
-    for part in gl.static_range(_parts(WARPGROUP, shared.READ)):
-        dq = _start_dq_part(shared, n, last, WARPGROUP * D // 2 + part * PART)
+    last, last_part = shared.slot(n - 1), first_part + previous // work.schedule.MODES.sides * shared.TILE.dq_parts
+    for part in gl.static_range(_parts(WARPGROUP, shared.TILE.widths.read)):
+        dq = start_dq_block(shared, last, opaque_zero(n), WARPGROUP * D // 2 + part * PART)
         dq = warpgroup_mma_wait(0, (dq,))
         if previous >= 0:
-            add_from_registers(dq_fragments, last_part + part, in_units(dq, units_of_dq(dq_target, previous, work)))
-    if work.schedule.ROW_SUMS and WARPGROUP == 0:
-        row_sum = warpgroup_mma_wait(0, (_start_row_sums(shared, last, opaque_zero(n)),))
+            add_from_registers(dq_target, last_part + part, dq, previous, work)
+    if work.schedule.MODES.row_sums and WARPGROUP == 0:
+        row_sum = warpgroup_mma_wait(0, (start_row_sums(shared, last, opaque_zero(n)),))
         if previous >= 0:
             add_row_sums(row_sum, dq_target, previous, work, 0, D)
 

@@ -20,6 +20,7 @@ from decayattn.backends.hopper.common.fragments import (
     KEY_TILE,
     PART,
     WARPGROUP_KEYS,
+    index_along,
     operand_layout,
     product_layout,
     to_fragments,
@@ -43,14 +44,14 @@ def opaque_zero(n):
 
 
 @gluon.constexpr_function
-def is_loaded(D, ROW_SUMS, ROW_SCALES):
+def is_loaded(D, MODES):
     """True if the products for dq take dS from registers.
 
     This is faster if row sums are another product with the same operand: if both read shared memory, the kernel is 6 %
     slower. Without row sums, registers are 4 % slower. D = 128 has no registers left for it, nor has D = 64 with a
     scale per row, where dS times the scales is an operand too.
     """
-    return D == 64 and ROW_SUMS and not ROW_SCALES
+    return D == 64 and MODES.row_sums and not MODES.row_scales
 
 
 @gluon.constexpr_function
@@ -64,11 +65,12 @@ def product_keys(LOADED):
 
 
 @gluon.jit
-def d_scores_for_dq(shared, slot, PART_OF: gl.constexpr, D: gl.constexpr, LOADED: gl.constexpr):
+def d_scores_for_dq(shared, slot, PART_OF: gl.constexpr, LOADED: gl.constexpr):
     """dS of the tile in a slot, some keys at a time, as left operands of this warpgroup's part of dq.
 
     The operands have all 64 rows (D = 128), or one half of the tile's rows (D = 64).
     """
+    D: gl.constexpr = shared.TILE.widths.qk
     STEP: gl.constexpr = product_keys(LOADED)
     d_scores = ()
     for key in gl.static_range(0, KEY_TILE, STEP):
@@ -83,13 +85,12 @@ def d_scores_for_dq(shared, slot, PART_OF: gl.constexpr, D: gl.constexpr, LOADED
 
 
 @gluon.jit
-def start_dq_part(
-    shared, n, d_scores, PART_OF: gl.constexpr, D: gl.constexpr, ROW_SUMS: gl.constexpr, LOADED: gl.constexpr
-):
+def start_dq_part(shared, n, d_scores, PART_OF: gl.constexpr, ROW_SUMS: gl.constexpr, LOADED: gl.constexpr):
     """Issue dS k of a tile for one half of dq, its columns (D = 128) or rows (D = 64); and the row sums of dS.
 
     Row sums are (64, 8 copies), over the keys of this warpgroup (D = 128, where both have all rows) or of both.
     """
+    D: gl.constexpr = shared.TILE.widths.qk
     STEP: gl.constexpr = product_keys(LOADED)
     dq = gl.zeros([PART, PART], gl.float32, DQ)
     row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
@@ -101,12 +102,12 @@ def start_dq_part(
             right = right.slice(PART * PART_OF, PART, 1)
         dq = warpgroup_mma(left, right, dq, use_acc=key > 0, is_async=True)
         if ROW_SUMS and D == 64:
-            ones = shared.constants.ones.index(first).permute((1, 0))
+            ones = shared.ones.index(first).permute((1, 0))
             if LOADED:
                 left = gl.convert_layout(left, operand_layout(SUMS), assert_trivial=True)
             row_sum = warpgroup_mma(left, ones, row_sum, use_acc=key > 0, is_async=True)
     if ROW_SUMS and D == 128:
-        ones = shared.constants.ones.index(first).permute((1, 0))
+        ones = shared.ones.index(first).permute((1, 0))
         row_sum = warpgroup_mma(d_scores[PART_OF], ones, row_sum, use_acc=False, is_async=True)
     return dq, row_sum
 
@@ -129,7 +130,7 @@ def units_of_dq(dq_target, visit, work, HALF: gl.constexpr = 0):
     _, _, _, first_row, units = dq_target
     loaded = ()
     if units is not None:
-        row = visit // work.schedule.SIDES * work.schedule.ROWS + HALF * PART
+        row = visit // work.schedule.MODES.sides * work.schedule.TILE.rows + HALF * PART
         row += gl.arange(0, PART, gl.SliceLayout(1, DQ))
         loaded += (_load_units(units, first_row, row, work),)
     return loaded
@@ -145,34 +146,45 @@ def in_units(x, loaded, OF_SUMS: gl.constexpr = False):
 
 
 @gluon.jit
-def stage_dq_part(shared, dq, WARPGROUP: gl.constexpr):
-    """Store a part as fragments to shared memory, from which TMA adds it."""
-    shared.dq_parts.index(WARPGROUP).store(to_fragments(dq))
+def start_dq_block(shared, slot, zero, COLUMN: gl.constexpr):
+    """Issue dS k of the tile in a slot, for the 64 columns of dq from COLUMN on; zero: opaque_zero.
+
+    This and start_row_sums are for kernels beyond 128 columns, in which a product has all keys of a buffer.
+    """
+    PARTS: gl.constexpr = shared.TILE.keys // WARPGROUP_KEYS
+    COLUMNS: gl.constexpr = shared.TILE.columns
+    dq = gl.zeros([PART, PART], gl.float32, DQ)
+    for part in gl.static_range(PARTS):
+        left = shared.d_scores.index(slot * PARTS + part).permute((1, 0))
+        key = flat(shared.keys.index(zero + (part * shared.TILE.blocks + COLUMN // COLUMNS)))
+        dq = warpgroup_mma(left, key.slice(COLUMN % COLUMNS, PART, 1), dq, use_acc=part > 0, is_async=True)
+    return dq
 
 
 @gluon.jit
-def add_dq_part(dq_desc, part, shared, WARPGROUP: gl.constexpr):
-    """Add the part that stage_dq_part stored to the fragments in memory; a fence and a barrier must come between."""
-    gluon_compat.reduce_add(dq_desc, [part * FRAGMENT_ROWS, 0], shared.dq_parts.index(WARPGROUP))
+def start_row_sums(shared, slot, zero):
+    """Issue the row sums of dS of the tile in a slot, (64, 8 copies)."""
+    PARTS: gl.constexpr = shared.TILE.keys // WARPGROUP_KEYS
+    row_sum = gl.zeros([PART, COPIES], gl.float32, SUMS)
+    ones = shared.ones.index(zero).permute((1, 0))
+    for part in gl.static_range(PARTS):
+        left = shared.d_scores.index(slot * PARTS + part).permute((1, 0))
+        row_sum = warpgroup_mma(left, ones, row_sum, use_acc=part > 0, is_async=True)
+    return row_sum
 
 
 @gluon.jit
-def add_from_registers(dq_fragments, part, dq):
-    """Add a part to the fragments in memory, from registers: one instruction adds four of a thread's, 16 bytes."""
-    x = to_fragments(dq)
+def add_from_registers(dq_target, part, dq, visit, work):
+    """Add a part of a visit's tile to the fragments in memory, from registers.
+
+    One instruction adds four of a thread's, 16 bytes.
+    """
+    dq_fragments, _, _, _, _ = dq_target
+    x = to_fragments(in_units(dq, units_of_dq(dq_target, visit, work)))
     row = gl.expand_dims(gl.arange(0, FRAGMENT_ROWS, gl.SliceLayout(1, x.type.layout)), 1)
     column = gl.expand_dims(gl.arange(0, FRAGMENT_COLUMNS, gl.SliceLayout(0, x.type.layout)), 0)
     here = dq_fragments + part.to(gl.int64) * (FRAGMENT_ROWS * FRAGMENT_COLUMNS)
     gl.atomic_add(here + (row * FRAGMENT_COLUMNS + column), x, sem="relaxed")
-
-
-@gluon.jit
-def _axis(x, AXIS: gl.constexpr):
-    """Index along one axis of a tensor of three dimensions."""
-    PLANE: gl.constexpr = gl.SliceLayout(2 if AXIS < 2 else 1, x.type.layout)
-    LINE: gl.constexpr = gl.SliceLayout(1 if AXIS == 0 else 0, PLANE)
-    index = gl.expand_dims(gl.arange(0, x.shape[AXIS], LINE), 1 if AXIS == 0 else 0)
-    return gl.expand_dims(index, 2 if AXIS < 2 else 1)
 
 
 @gluon.jit
@@ -182,12 +194,13 @@ def add_row_sums(row_sum, dq_target, visit, work, WARPGROUP: gl.constexpr, D: gl
     # (warp, row / 8, row % 8, copy / 2, copy % 2): four threads have the same two rows, and the first two add one each
     row_sum, _ = gl.split(gl.reshape(row_sum, [4, 2, 8, COPIES // 2, 2]))
     first_rows, others = gl.split(gl.permute(row_sum, [0, 2, 3, 1]))
-    copy = _axis(first_rows, 2)
+    copy = index_along(first_rows, 2)
     row_sum = gl.where(copy == 0, first_rows, others)
-    SIDES: gl.constexpr = work.schedule.SIDES
+    SIDES: gl.constexpr = work.schedule.MODES.sides
     if SIDES == 2:
         row_sum = gl.where(visit % SIDES == 0, row_sum, -row_sum)
-    row = visit // SIDES * work.schedule.ROWS + _axis(first_rows, 0) * 16 + copy * 8 + _axis(first_rows, 1)
+    row = visit // SIDES * work.schedule.TILE.rows + index_along(first_rows, 0) * 16 + copy * 8
+    row += index_along(first_rows, 1)
     if D == 64:
         row += WARPGROUP * PART
     inside = (row < work.bounds.query_length) & (copy < 2)
@@ -195,3 +208,16 @@ def add_row_sums(row_sum, dq_target, visit, work, WARPGROUP: gl.constexpr, D: gl
         # of the same words as dq's, which the L1 cache has
         row_sum = _as_multiples(row_sum, _load_units(units, first_row, row, work) << 16)
     gl.atomic_add(row_sums + (first_row + row), row_sum, mask=inside, sem="relaxed")
+
+
+@gluon.jit
+def add_dq_part(row_sum, dq_target, visit, work, shared, WARPGROUP: gl.constexpr):
+    """Add a part of a visit's tile from dq_parts to the fragments in memory, and the row sums of start_dq_part.
+
+    A fence and a barrier must come before.
+    """
+    dq_desc, first_part, _, _, _ = dq_target
+    part = first_part + visit // work.schedule.MODES.sides * 2
+    gluon_compat.reduce_add(dq_desc, [part * FRAGMENT_ROWS, 0], shared.dq_parts.index(WARPGROUP))
+    if work.schedule.MODES.row_sums:
+        add_row_sums(row_sum, dq_target, visit, work, WARPGROUP, shared.TILE.widths.qk)

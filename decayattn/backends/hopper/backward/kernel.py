@@ -69,13 +69,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward.consume import consume
 from decayattn.backends.hopper.backward.dq import is_loaded, product_keys
-from decayattn.backends.hopper.backward.key_sums import BIT_COLUMNS, bit_weights, rate_weights
+from decayattn.backends.hopper.backward.key_sums import BIT_COLUMNS, bit_weights
 from decayattn.backends.hopper.backward.producer import produce
-from decayattn.backends.hopper.backward.shared import DK_BLOCKS, BackwardConstants, BackwardShared, allocate_barriers
-from decayattn.backends.hopper.backward.work import KeySchedule, has_row_sums, side_count
+from decayattn.backends.hopper.backward.shared import BackwardShared, make_barriers
+from decayattn.backends.hopper.backward.work import KeySchedule
 from decayattn.backends.hopper.backward.zero_dq import allocate_zeros
 from decayattn.backends.hopper.common.fragments import (
     COPIES,
@@ -84,22 +83,13 @@ from decayattn.backends.hopper.common.fragments import (
     FACTORS,
     FRAGMENT_COLUMNS,
     FRAGMENT_ROWS,
-    PART,
     WARPGROUP_KEYS,
     ones_of_columns,
 )
 from decayattn.backends.hopper.common.pipelines import allocate_tiles, allocate_words, make_pipeline
+from decayattn.backends.hopper.common.tile_table import Axes
 from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before
 from decayattn.backends.tiles.scores import LN2
-from decayattn.problem import DecayName
-
-
-class BackwardSums(NamedTuple):
-    """Sums for the gradient of the decay; None if it does not need them."""
-
-    rows: Tensor | None  # (B, H, T_q): Σ_j dS of a row, added up in memory; of a decay per token
-    columns: Tensor | None  # (B, H, T_k): Σ_i dS of a key; of a decay per token
-    rates: Tensor | None  # (B, H, blocks, 2): Σ dS (i − j) of a consumer's keys; of a constant decay
 
 
 class BackwardDecay(NamedTuple):
@@ -111,33 +101,10 @@ class BackwardDecay(NamedTuple):
     last_reset: Tensor
     next_reset: Tensor
     mirror: Tensor  # for every block of keys, the last granule of rows that visits it (skipping.last_granules); PLANNED
-    sums: BackwardSums
-
-
-class BackwardModes(NamedTuple):
-    """Constants that the kernel is compiled for, apart from its tile."""
-
-    group: int  # query heads per head of keys
-    decay: DecayName
-    decay_gradient: bool
-    ragged: bool
-    window: bool
-    planned: bool
-    causal: bool
-    row_scales: bool  # a scale per row
-
-
-class BackwardTile(NamedTuple):
-    """The fields of config.BackwardConfig that the kernel needs."""
-
-    consumers: config.Consumers
-    dim: int
-    read: int  # columns of q and k that hold values
-    keys: int
-    rows: int
-    stages: int
-    slots: int
-    registers: int
+    # sums for its gradient; None if it needs none
+    row_sums: Tensor | None  # (B, H, T_q): Σ_j dS of a row, added up in memory; of a decay per token
+    key_sums: Tensor | None  # (B, H, T_k): Σ_i dS of a key; of a decay per token
+    rate_sums: Tensor | None  # (B, H, blocks, 2): Σ dS (i − j) of a consumer's keys; of a constant decay
 
 
 # separate arguments: Triton specialises integers in a tuple (for 1 and multiples of 16) despite do_not_specialize
@@ -166,25 +133,21 @@ def gradients_kernel(
     key_tiles: those of an entry; together: heads of keys that are computed at the same time (KeySchedule)
     """
     DECAY: gl.constexpr = MODES.decay
-    ROW_SCALES: gl.constexpr = MODES.row_scales
-    CONSUMERS: gl.constexpr = TILE.consumers
-    D: gl.constexpr = TILE.dim
+    COMMON_KEYS: gl.constexpr = TILE.common_keys
+    BLOCKED: gl.constexpr = TILE.blocks > 1
+    D: gl.constexpr = TILE.widths.qk
     ROWS: gl.constexpr = TILE.rows
     STAGES: gl.constexpr = TILE.stages
-    SLOTS: gl.constexpr = TILE.slots
     key_table, counters = scheduler
     DTYPE: gl.constexpr = q_desc.dtype
-    STEP: gl.constexpr = product_keys(is_loaded(D, has_row_sums(DECAY, MODES.decay_gradient), ROW_SCALES))
+    STEP: gl.constexpr = product_keys(is_loaded(D, MODES))
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, STEP], DTYPE)
-    COMMON_KEYS: gl.constexpr = CONSUMERS == "consume_256"
-    BLOCKED: gl.constexpr = CONSUMERS == "consume_192"
     # columns that are stored or read one half at a time: no swizzle pattern may cross the halves
-    STORED: gl.constexpr = ROWS if CONSUMERS == "consume_128" else ROWS // 2
-    MULTIPLIED: gl.constexpr = ROWS // 2 if BLOCKED else ROWS
+    STORED: gl.constexpr = TILE.score_rows
+    MULTIPLIED: gl.constexpr = STORED if BLOCKED else ROWS
     D_SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_KEYS, STORED], DTYPE)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, MULTIPLIED], DTYPE)
     KEY_PARTS: gl.constexpr = TILE.keys // WARPGROUP_KEYS
-    BLOCKS: gl.constexpr = DK_BLOCKS if BLOCKED else 1
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     ones = gl.allocate_shared_memory(DTYPE, [1, COPIES, STEP], ONES)
     ones.index(0).store(gl.full([COPIES, STEP], 1.0, DTYPE, LAYOUT))
@@ -193,7 +156,8 @@ def gradients_kernel(
     weights = gl.allocate_shared_memory(DTYPE, [1, COPIES, ROWS], WEIGHTS)
     bits = weights
     if DECAY == "constant":
-        weights.index(0).store(rate_weights(column, row).to(DTYPE))
+        # 1 in the first column, the row's index in the second; 0 in the others makes the sums shares
+        weights.index(0).store(gl.where(column == 0, 1, gl.where(column == 1, row, 0)).to(DTYPE))
         if MODES.decay_gradient:
             BITS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BIT_COLUMNS, MULTIPLIED], DTYPE)
             bits = gl.allocate_shared_memory(DTYPE, [1, BIT_COLUMNS, ROWS], BITS)
@@ -213,35 +177,28 @@ def gradients_kernel(
     if COMMON_KEYS:
         p = gl.allocate_shared_memory(DTYPE, [1, WARPGROUP_KEYS, ROWS], D_SCORES)
     factors, factors_desc = ones, terms_desc
-    if ROW_SCALES:
+    if MODES.row_scales:
         factors_desc = scale
         scale = LN2  # of dk: factors are in base 2
         factors = gl.allocate_shared_memory(gl.float32, [STAGES * FACTORS, 1, ROWS], factors_desc.layout)
     shared = BackwardShared(
-        allocate_tiles(k_desc, KEY_PARTS * BLOCKS),
+        allocate_tiles(k_desc, KEY_PARTS * TILE.blocks),
         allocate_tiles(v_desc, KEY_PARTS),
-        allocate_tiles(q_desc, STAGES * BLOCKS),
+        allocate_tiles(q_desc, STAGES * TILE.blocks),
         allocate_tiles(d_out_desc, STAGES),
         gl.allocate_shared_memory(terms_desc.dtype, [STAGES, ROWS, DEPTH], terms_desc.layout),
         factors,
         allocate_words(STAGES, gl.float32),
         allocate_words(STAGES),
-        gl.allocate_shared_memory(DTYPE, [SLOTS * KEY_PARTS, WARPGROUP_KEYS, ROWS], D_SCORES),
+        gl.allocate_shared_memory(DTYPE, [TILE.slots * KEY_PARTS, WARPGROUP_KEYS, ROWS], D_SCORES),
         p,
         gl.allocate_shared_memory(dq_fragments.dtype, [2, FRAGMENT_ROWS, FRAGMENT_COLUMNS], dq_fragments.layout)
-        if CONSUMERS == "consume_128" else ones,
-        BackwardConstants(zeros, ones, weights, bits, splits),
-        allocate_barriers(STAGES, SLOTS, COMMON_KEYS, COMMON_KEYS and ROW_SCALES),
+        if not (BLOCKED or COMMON_KEYS) else ones,
+        zeros, ones, weights, bits, splits,
         make_pipeline(allocate_words(1), 1, 2),
-        STAGES,
-        SLOTS,
-        BLOCKS,
-        COMMON_KEYS,
-        TILE.read,
-        STORED,
-        ROWS * D // (PART * PART),
+        make_barriers(MODES, TILE),
+        TILE,
     )
-    shared.barriers.init(STAGES, SLOTS, COMMON_KEYS, COMMON_KEYS and ROW_SCALES)
 
     let_next_start(heads)
     wait_for_launch_before(heads)
@@ -249,18 +206,18 @@ def gradients_kernel(
         # the host knows only an upper bound
         key_tiles = gl.load(key_table)
     kv_heads = entries * (heads // MODES.group)
+    axes = Axes(query_length, key_length, blocks, MODES.ragged)
     schedule = KeySchedule(
-        key_tiles * kv_heads, kv_heads, together, key_table, key_tiles, heads, query_length, key_length, blocks,
-        row_tiles, left, right, decay.mirror, TILE.keys, ROWS, MODES.group, DECAY, MODES.decay_gradient,
-        has_row_sums(DECAY, MODES.decay_gradient), ROW_SCALES, MODES.ragged, MODES.window, MODES.planned,
-        MODES.causal, side_count(DECAY, MODES.causal),
+        key_tiles * kv_heads, kv_heads, together, key_table, key_tiles, heads, axes, row_tiles, left, right,
+        decay.mirror, MODES, TILE,
     )
     sources = (q_desc, k_desc, v_desc, d_out_desc, terms_desc, factors_desc)
+    consuming = (schedule, shared, dq_fragments, units, dk_desc, decay, scale)
     gl.warp_specialize(
         [
-            (consume, (schedule, shared, dq_fragments, units, dk_desc, decay, scale, 0)),
-            (consume, (schedule, shared, dq_fragments, units, dk_desc, decay, scale, 1)),
-            (produce, (schedule, shared, counters, sources, (dk_desc, dv_desc), zeros_desc, decay, D)),
+            (consume, (consuming, 0)),
+            (consume, (consuming, 1)),
+            (produce, (schedule, shared, counters, sources, (dk_desc, dv_desc), zeros_desc, decay)),
         ],
         [4, 1],
         [TILE.registers, 24],

@@ -14,19 +14,17 @@ the tile, its bits beyond those of the tile's rows count for all rows alike.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from decayattn.backends.hopper.common.fragments import COPIES, SHARES, WARPGROUP_KEYS, by_threads, product_layout
+from decayattn.backends.hopper.common.fragments import (
+    COPIES,
+    SHARES,
+    WARPGROUP_KEYS,
+    by_threads,
+    index_along,
+    product_layout,
+)
 
 # columns of bit_weights: two for each bit of a row's index, and for the first bit beyond
 BIT_COLUMNS: gl.constexpr = gl.constexpr(16)
-
-
-@gluon.jit
-def rate_weights(column, row):
-    """Weight of a row of a tile in the columns of a constant decay's product: 1 in the first, its index in the second.
-
-    No product has fewer than 8 columns; 0 in the others makes the sums shares.
-    """
-    return gl.where(column == 0, 1, gl.where(column == 1, row, 0))
 
 
 @gluon.jit
@@ -48,9 +46,9 @@ def _row_bits(rows):
 @gluon.jit
 def sum_operands(shared, DECAY: gl.constexpr, PARTIAL: gl.constexpr):
     """Return the weights of a tile's rows, (1, columns, rows), and zeros of the product (64 keys, columns)."""
-    weights = shared.constants.weights
+    weights = shared.weights
     if DECAY == "constant" and PARTIAL:
-        weights = shared.constants.bits
+        weights = shared.bits
     SUMS: gl.constexpr = weights.shape[1]
     return weights, gl.zeros([WARPGROUP_KEYS, SUMS], gl.float32, product_layout(SUMS))
 
@@ -62,15 +60,8 @@ def _sum_and_moment(of_keys):
 
 
 @gluon.jit
-def copies_of_sum(of_keys):
-    """Σ dS of the rows of a tile, (64 keys, 4 copies), from dSᵀ times ones."""
-    total, _ = _sum_and_moment(of_keys)
-    return gl.convert_layout(total, SHARES, assert_trivial=True)
-
-
-@gluon.jit
 def distance_sum(of_keys, own_row):
-    """Σ dS (i − j) of the rows of a full tile, (64 keys, 4 shares), from dSᵀ times rate_weights.
+    """Σ dS (i − j) of the rows of a full tile, (64 keys, 4 shares), from dSᵀ times 1 and times the rows' indices.
 
     own_row: index that the key's own row has in the tile, or would have.
     """
@@ -83,11 +74,8 @@ def distance_sum(of_keys, own_row):
 def partial_distance_sum(of_bits, own_row, ROWS: gl.constexpr):
     """The same for a partial tile, from dSᵀ times bit_weights."""
     with_bit, without_bit = gl.split(by_threads(of_bits))
-    BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, with_bit.type.layout))
-    THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, with_bit.type.layout))
     KEY: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, with_bit.type.layout))
-    block = gl.expand_dims(gl.expand_dims(gl.arange(0, with_bit.shape[1], BLOCK), 0), 2)
-    bit = block * 4 + gl.expand_dims(gl.expand_dims(gl.arange(0, 4, THREAD), 0), 1)
+    bit = index_along(with_bit, 1) * 4 + index_along(with_bit, 2)
     own = gl.convert_layout(own_row, KEY, assert_trivial=True)
     # a shift rounds down, as needed: own_row may be negative, or after the tile
     own_bits = gl.expand_dims(gl.expand_dims(own, 1), 2) >> bit
@@ -101,10 +89,11 @@ def partial_distance_sum(of_bits, own_row, ROWS: gl.constexpr):
 @gluon.jit
 def key_sum_of_tile(of_keys, work, tile, key, PARTIAL: gl.constexpr):
     """Return a query tile's contribution to the sums of keys, from the product issued with dk."""
-    ROWS: gl.constexpr = work.schedule.ROWS
-    own_row = key - work.first_position() - tile * ROWS
-    if work.schedule.DECAY == "scalar":
-        total = copies_of_sum(of_keys)
+    ROWS: gl.constexpr = work.schedule.TILE.rows
+    own_row = key - work.bounds.first_position() - tile * ROWS
+    if work.schedule.MODES.decay == "scalar":
+        total, _ = _sum_and_moment(of_keys)  # four copies of Σ dS
+        total = gl.convert_layout(total, SHARES, assert_trivial=True)
     elif PARTIAL:
         total = partial_distance_sum(of_keys, own_row, ROWS)
     else:
@@ -115,12 +104,13 @@ def key_sum_of_tile(of_keys, work, tile, key, PARTIAL: gl.constexpr):
 @gluon.jit
 def store_key_sums(done, member, key_sum, decay, NTH: gl.constexpr):
     """Store the sums of a query head over WARPGROUP_KEYS keys of a work tile."""
-    tokens, start = done.first_token(member), done.bounds.start + NTH * WARPGROUP_KEYS
+    bounds, head_row = done.bounds, done.head_row(member)
+    tokens, start = bounds.tokens(head_row), bounds.start + NTH * WARPGROUP_KEYS
     total = gl.sum(key_sum, 1)
-    if done.schedule.DECAY == "scalar":
+    if done.schedule.MODES.decay == "scalar":
         total *= 0.25  # of 4 copies
         share = gl.arange(0, WARPGROUP_KEYS, total.type.layout)
-        here = decay.sums.columns + tokens + start + share
-        gl.store(here, total, mask=start + share < done.bounds.key_length)
+        here = decay.key_sums + tokens + start + share
+        gl.store(here, total, mask=start + share < bounds.key_length)
     else:
-        gl.store(decay.sums.rates + done.first_block(member) * 2 + start // WARPGROUP_KEYS, gl.sum(total, 0))
+        gl.store(decay.rate_sums + bounds.blocks(head_row) * 2 + start // WARPGROUP_KEYS, gl.sum(total, 0))

@@ -7,23 +7,10 @@ import torch
 from torch import Tensor
 
 from decayattn.backends.hopper import config
-from decayattn.backends.hopper.backward.kernel import (
-    BackwardDecay,
-    BackwardModes,
-    BackwardSums,
-    BackwardTile,
-    gradients_kernel,
-)
-from decayattn.backends.hopper.backward.row_terms import (
-    RowDecay,
-    RowTermsTraits,
-    largest_kernel,
-    row_terms_kernel,
-    unpack_dq_kernel,
-)
-from decayattn.backends.hopper.backward.work import side_count
+from decayattn.backends.hopper.backward.kernel import BackwardDecay, gradients_kernel
+from decayattn.backends.hopper.backward.row_terms import largest_kernel, row_terms_kernel, unpack_dq_kernel
 from decayattn.backends.hopper.common import descriptors, tile_table
-from decayattn.backends.hopper.common.call import heads_together, limits_of, source_of
+from decayattn.backends.hopper.common.call import Modes, heads_together, limits_of, source_of
 from decayattn.backends.hopper.common.fragments import FACTORS, FRAGMENT_COLUMNS, FRAGMENT_ROWS, PART
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as sequence_blocks
@@ -36,7 +23,6 @@ from decayattn.problem import AttentionProblem, GradientRequest, Gradients, Inpu
 
 # rows of a program of row_terms_kernel; divides every query tile
 _ROW_TERMS_BLOCK = 32
-_side_count = functools.cache(side_count)  # Triton's wrapper takes longer than a launch
 
 
 def backward(
@@ -83,8 +69,10 @@ def backward(
         new = functools.partial(uninitialised, row_lse2)
         rates = log_decay.contiguous() if constant else None
         blocks = sequence_blocks.decay_blocks(problem)
-        sides = _side_count(problem.decay, problem.causal)
-        decay_of_rows = RowDecay(rates, prefix.beta, prefix.base, problem.key_length, blocks)
+        group = problem.num_heads // problem.num_kv_heads
+        modes = Modes.of(problem, row_scales=problem.row_scale, decay_gradient=decay_gradient, group=group)
+        sides = modes.sides
+        decay_of_rows = (rates, prefix.beta, prefix.base, problem.key_length, blocks)
         terms = new(head_rows, tiles.row_tiles, sides, tile.rows, bf16_splits.SPLIT_COLUMNS, dtype=torch.bfloat16)
         scale, row_factors, of_scales = inputs.scale, None, None
         if row_scale is not None:
@@ -96,7 +84,6 @@ def backward(
         dq_fragments = new(head_rows * tiles.row_tiles * tile.rows * dim // columns, columns)
         row_sums = contiguous_like(row_lse2) if decay_gradient and scalar else None
         kv_heads = entries * problem.num_kv_heads
-        group = problem.num_heads // problem.num_kv_heads
         units, added_dq, added_sums = None, dq_fragments, row_sums
         if deterministic:
             largest = row_lse2.new_zeros(problem.batch, problem.num_kv_heads, 2)
@@ -111,7 +98,6 @@ def backward(
         rows_size = problem.longest_query * group * dim * (2 * problem.dtype.itemsize + 4)
         together = heads_together(kv_heads, rows_size, minimum=cdiv(config.MIN_CHUNK_TILES, tiles.key_tiles))
         counters = new(cdiv(kv_heads, together), dtype=torch.int32)
-        traits = RowTermsTraits(dim, problem.value_dim, tile.rows, _ROW_TERMS_BLOCK, problem.decay, sides, group)
         launch(
             row_terms_kernel, row_blocks * head_rows,
             strided(out), strided(d_out), strided(d_lse), row_lse2, terms, row_factors,
@@ -119,11 +105,11 @@ def backward(
             decay_of_rows if sides == 2 else None,
             -1.0 / score_scale, problem.query_length, tiles.row_tiles, problem.num_heads, head_rows - together * group,
             counters.numel(),
-            TRAITS=traits, num_warps=4, launch_pdl=deterministic,
+            TRAITS=(dim, problem.value_dim, tile.rows, _ROW_TERMS_BLOCK, problem.decay, sides, group), num_warps=4,
+            launch_pdl=deterministic,
         )
 
-        planned = skipping.is_planned(problem)
-        mirror = skipping.last_granules(problem, first_block, sequences, launch) if planned else first_block
+        mirror = skipping.last_granules(problem, first_block, sequences, launch) if modes.planned else first_block
         source = source_of(problem)
         column_sums = contiguous_like(prefix.beta) if decay_gradient and scalar else None
         rate_sums = None
@@ -133,11 +119,7 @@ def backward(
                 rate_sums.zero_()  # there may be more blocks than tiles
         decay_tensors = BackwardDecay(
             rates, prefix.beta, prefix.base, prefix.last_reset, prefix.next_reset, mirror,
-            BackwardSums(added_sums, column_sums, rate_sums),
-        )
-        modes = BackwardModes(
-            group, problem.decay, decay_gradient, ragged=bounds is not None, window=problem.window != (-1, -1),
-            planned=planned, causal=problem.causal, row_scales=problem.row_scale,
+            added_sums, column_sums, rate_sums,
         )
         launch(
             gradients_kernel, min(tiles.key_tiles * kv_heads, launching.multiprocessors(problem.device)),
@@ -150,11 +132,8 @@ def backward(
             decay_tensors, (row_lse2 if tiles.keys is None else tiles.keys, counters),
             scale if row_factors is None else descriptors.plain(row_factors[1], 1), *limits_of(problem),
             problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles, entries,
-            problem.num_heads, together, MODES=modes,
-            TILE=BackwardTile(
-                tile.consumers, dim, widths.read, tile.keys, tile.rows, tile.stages, tile.slots, tile.registers
-            ),
-            num_warps=4, maxnreg=tile.launch_registers, launch_pdl=True,
+            problem.num_heads, together, MODES=modes, TILE=tile, num_warps=4,
+            maxnreg=tile.launch_registers, launch_pdl=True,
         )
 
         dq_parts = tiles.row_tiles * (tile.rows // PART.value) * (dim // PART.value)

@@ -25,11 +25,8 @@ unpack_dq_kernel has a program per PART × PART values of dq. It reads fragments
 product) and writes (rows, D), float32 to the inputs' dtype.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from decayattn.backends.hopper.common.fragments import (
     DELTA,
@@ -55,58 +52,40 @@ from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for
 from decayattn.backends.tiles.bf16_splits import with_splits
 from decayattn.backends.tiles.decay import load_rate, row_alpha, row_anchor
 from decayattn.backends.tiles.scores import LOG2E
-from decayattn.problem import DecayName
 
 # a score below all others for any scale; finite, because a product multiplies it by 0 too
 NEVER: tl.constexpr = tl.constexpr(-3.0e38)
 
 
-class RowDecay(NamedTuple):
-    """Sources of α of rows: rates of a constant decay, the prefix of one per token."""
-
-    rates: Tensor | None
-    beta: Tensor
-    base: Tensor
-    key_length: int  # of the axes of tokens and of decay blocks
-    blocks: int
-
-
-class RowTermsTraits(NamedTuple):
-    """Constants that row_terms_kernel is compiled for."""
-
-    dim: int  # the kernels' D; and D_v
-    value_dim: int
-    rows: int  # of a query tile
-    block_m: int  # of a program; divides rows
-    decay: DecayName
-    sides: int
-    group: int  # query heads per head of keys
-
-
 @triton.jit
-def _sequence_of_tile(table, tile, entry, query_length):
-    """(batch entry, first row, rows) of a row tile's sequence; dense, table is None and the sequence is its entry."""
+def _sequence_of_tile(table, tile, entry, start, query_length, ROWS: tl.constexpr):
+    """(batch entry, start, first row, rows) of rows of a tile: start in its sequence, and the sequence's bounds.
+
+    Dense, table is None and the sequence is its entry.
+    """
     first_row = 0
     if table is not None:
         line = line_of_tile(table, tile)
+        start = tl.load(line + START) + start % ROWS
         query_length, entry = tl.load(line + QUERY_LENGTH), tl.load(line + ENTRY).to(tl.int64)
         first_row = tl.load(line + FIRST_ROW)
-    return entry, first_row, query_length
+    return entry, start, first_row, query_length
 
 
 @triton.jit
 def _row_alpha(decay, table, tile, entry, head, heads, start, row, query_length, DECAY: tl.constexpr):
     """α of a block's rows relative to its anchor, in base 2; rows past the end repeat the last one."""
-    head_row, key_length, first_token, first_block = entry * heads + head, decay.key_length, 0, 0
+    rates, beta, base, token_axis, block_axis = decay
+    head_row, key_length, first_token, first_block = entry * heads + head, token_axis, 0, 0
     if table is not None:
         line = line_of_tile(table, tile)
         key_length, first_token = tl.load(line + KEY_LENGTH), tl.load(line + FIRST_TOKEN)
         first_block = tl.load(line + FIRST_BLOCK)
-    beta = decay.beta + start_of_head(head_row, decay.key_length, first_token)
-    base = decay.base + start_of_head(head_row, decay.blocks, first_block)
+    beta += start_of_head(head_row, token_axis, first_token)
+    base += start_of_head(head_row, block_axis, first_block)
     first_position = key_length - query_length
     position = tl.minimum(row, query_length - 1) + first_position
-    rate = load_rate(decay.rates, 1, head, DECAY, tl.float32)
+    rate = load_rate(rates, 1, head, DECAY, tl.float32)
     return row_alpha(position, row_anchor(start, first_position), rate, beta, base, DECAY)
 
 
@@ -173,8 +152,10 @@ def row_terms_kernel(
     splits of score_factor · LSE₂, divided by the scale like everything that is added to products of q and k; then the
     splits of −Δ. Rows past the end and rows that see no key get an LSE₂ for which P is 0 without a mask, and no
     gradient for any dLSE. With two sides (work.py) the forward saves the whole LSE₂, and this kernel adds α_i with the
-    sign of the side; decay is a RowDecay, None with one side.
+    sign of the side.
 
+    decay: (rates of a constant decay, β and bases of one per token, lengths of the axes of tokens and of blocks), or
+    None with one side.
     added: (row sums, dq fragments, counters, units). The next kernel adds to the first three, and this one zeroes them
     first. Of dq, these are the head rows from first_zeroed on. There are no more counters than programs here. units:
     (units, largest of largest_kernel), or None. Written units are int32 words (B, H, T_q) of two bfloat16: the inverted
@@ -183,12 +164,16 @@ def row_terms_kernel(
     row_factors: the scales of rows and their factors, (head rows, row tiles, SIDES, 2, ROWS), or None; with them,
     score_factor is −1.
     out, d_out, d_lse and the scales are Strided; d_lse is None if lse has no gradient.
+    TRAITS: D of the kernels, D_v, rows of a query tile, rows of a program (a divisor of those), decay, sides, and query
+    heads per head of keys.
     """
-    D: tl.constexpr = TRAITS.dim
-    ROWS: tl.constexpr = TRAITS.rows
-    BLOCK_M: tl.constexpr = TRAITS.block_m
-    DECAY: tl.constexpr = TRAITS.decay
-    SIDES: tl.constexpr = TRAITS.sides
+    D: tl.constexpr = TRAITS[0]
+    VALUE_DIM: tl.constexpr = TRAITS[1]
+    ROWS: tl.constexpr = TRAITS[2]
+    BLOCK_M: tl.constexpr = TRAITS[3]
+    DECAY: tl.constexpr = TRAITS[4]
+    SIDES: tl.constexpr = TRAITS[5]
+    GROUP: tl.constexpr = TRAITS[6]
     row_sums, dq_fragments, counters, units = added
     let_next_start(heads)
     tl.store(counters + tl.program_id(0), 0, mask=tl.program_id(0) < counters_end)
@@ -196,11 +181,10 @@ def row_terms_kernel(
     tile_row, head, block = _of_program(heads, blocks)
     tile, start = block // (ROWS // BLOCK_M), block * BLOCK_M
     axis = query_length
-    if table is not None:
+    if table is not None:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
         if tile >= tl.load(table):
             return
-        start = tl.load(line_of_tile(table, tile) + START) + start % ROWS
-    entry, first_row, query_length = _sequence_of_tile(table, tile, tile_row // heads, query_length)
+    entry, start, first_row, query_length = _sequence_of_tile(table, tile, tile_row // heads, start, query_length, ROWS)
     row = start + tl.arange(0, BLOCK_M)
     inside = row < query_length
     here = start_of_head(entry * heads + head, axis, first_row) + row
@@ -210,7 +194,7 @@ def row_terms_kernel(
     at = token[:, None]
     o = out.data + entry * out.strides[0] + head * out.strides[2] + at * out.strides[1] + column
     do = d_out.data + entry * d_out.strides[0] + head * d_out.strides[2] + at * d_out.strides[1] + column
-    there = inside[:, None] & (column < TRAITS.value_dim)
+    there = inside[:, None] & (column < VALUE_DIM)
     o = tl.load(o, mask=there, other=0.0).to(tl.float32)
     do = tl.load(do, mask=there, other=0.0).to(tl.float32)
     delta = tl.sum(o * do, 1)
@@ -221,7 +205,7 @@ def row_terms_kernel(
     if units is not None:
         words, largest = units
         wait_for_launch_before(heads)
-        largest += (entry * heads + head) // TRAITS.group * 2
+        largest += (entry * heads + head) // GROUP * 2
         bound = tl.sum(tl.abs(do), 1) * tl.load(largest + 1) + tl.abs(delta)
         bound = tl.where(lse2 == lse2, bound, lse2)
         of_dq = _inverted_unit(bound * tl.load(largest))
@@ -278,12 +262,11 @@ def unpack_dq_kernel(
     tile_row, head, part = _of_program(heads, parts // WIDTH)
     part *= WIDTH
     tile, start = part // PARTS, part // (D // PART) * PART
-    if table is not None:
+    if table is not None:  # noqa: SIM102
         if tile >= tl.load(table):
             return
-        start = tl.load(line_of_tile(table, tile) + START) + start % ROWS
     axis = query_length
-    entry, first_row, query_length = _sequence_of_tile(table, tile, tile_row // heads, query_length)
+    entry, start, first_row, query_length = _sequence_of_tile(table, tile, tile_row // heads, start, query_length, ROWS)
     row = start + tl.arange(0, PART)
     token = (first_row + row).to(tl.int64)
     inside = row < query_length

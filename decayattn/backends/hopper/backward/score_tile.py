@@ -23,7 +23,7 @@ def keys_of_head(work, member, tokens, key, inside, decay):
     These are α relative to the work tile's first key, the rows that see the keys (KeyWork.rows_of), and the rows that
     see the work tile's first and last key. tokens: the head's first one; inside: keys, clipped to the last one.
     """
-    DECAY: gl.constexpr = work.schedule.DECAY
+    DECAY: gl.constexpr = work.schedule.MODES.decay
     alpha = inside.to(gl.float32)
     if DECAY == "scalar":
         alpha = gl.load(decay.beta + tokens + inside)
@@ -41,17 +41,6 @@ def _row_factors(shared, stage, FACTOR: gl.constexpr, like, ROW: gl.constexpr = 
     """Load a factor (row_terms.py) of the query tile's rows from ROW on, one per column of like: (1, columns)."""
     factors = shared.factors.index(stage * FACTORS + FACTOR).slice(ROW, like.shape[1], 1)
     return factors.load(like.type.layout)
-
-
-@gluon.jit
-def scaled_scores(scoreT, shared, stage, score_scale, ROW_SCALES: gl.constexpr, ROW: gl.constexpr = 0):
-    """Return products with keys times the scale; with a scale per row, also minus LSE₂."""
-    if ROW_SCALES:
-        scoreT *= _row_factors(shared, stage, SCALE, scoreT, ROW)
-        scoreT += _row_factors(shared, stage, MINUS_LSE2, scoreT, ROW)
-    else:
-        scoreT *= score_scale
-    return scoreT
 
 
 @gluon.jit
@@ -74,7 +63,11 @@ def tile_probability(
     if DECAY != "none":
         # the term that the tile's rows share is added to the key's
         key_alpha = key_alpha - shared.differences.index(stage).load(key_alpha.type.layout)
-    scoreT = scaled_scores(scoreT, shared, stage, score_scale, ROW_SCALES, ROW)
+    if ROW_SCALES:
+        scoreT *= _row_factors(shared, stage, SCALE, scoreT, ROW)
+        scoreT += _row_factors(shared, stage, MINUS_LSE2, scoreT, ROW)
+    else:
+        scoreT *= score_scale
     scoreT = decayed_score(scoreT, 0, gl.expand_dims(key_alpha, 1), 0, 0, 0, 0, DECAY, True, DECAY != "none")
     if PARTIAL:
         # read the tile's first row here: if it were known earlier, the compiler would compare before the scores are

@@ -7,21 +7,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from decayattn.backends.hopper.common.gluon_compat import aggregate
 from decayattn.backends.hopper.common.pipelines import Pipeline, load_word, store_word
 
-# blocks of q, k and dk in consume_192.py
-DK_BLOCKS: gl.constexpr = gl.constexpr(3)
-
-
-@aggregate
-class BackwardConstants:
-    """Buffers that are written once, before all work tiles."""
-
-    zeros: gl.shared_memory_descriptor  # (8, 256): initial values of dq
-    ones: gl.shared_memory_descriptor  # (1, 8, keys of a product)
-    weights: gl.shared_memory_descriptor  # (1, 8, ROWS): weights of rows in the sums of keys
-    bits: gl.shared_memory_descriptor  # (1, 16, ROWS): the same in partial tiles of a constant decay (key_sums.py)
-    # consume_192.py only, (2, 64, 16): ones_of_splits for the rows' LSE₂, and for their Δ
-    splits: gl.shared_memory_descriptor
-
 
 @aggregate
 class BackwardBarriers:
@@ -40,33 +25,17 @@ class BackwardBarriers:
     p_read: gl.shared_memory_descriptor  # both have read P of the previous tile, and dS of the one before that
     scaled_ready: gl.shared_memory_descriptor  # both have stored dS times scales of rows
 
-    @gluon.jit
-    def init(self, STAGES: gl.constexpr, SLOTS: gl.constexpr, COMMON_KEYS: gl.constexpr, SCALED: gl.constexpr):
-        """Initialise each barrier for the number of arrivals in a phase of it."""
-        for stage in gl.static_range(STAGES):
-            mbarrier.init(self.queries_ready.index(stage), count=1)
-            mbarrier.init(self.d_outs_ready.index(stage), count=1)
-            mbarrier.init(self.empty.index(stage), count=2)
-            if not COMMON_KEYS:
-                mbarrier.init(self.first_scores.index(stage), count=1)
-        for slot in gl.static_range(SLOTS):
-            mbarrier.init(self.d_scores_ready.index(slot), count=2)
-        mbarrier.init(self.p_read if COMMON_KEYS else self.d_scores_read, count=2)
-        mbarrier.init(self.keys_ready, count=1)
-        if not COMMON_KEYS:
-            mbarrier.init(self.keys_read, count=2)
-        if SCALED:
-            mbarrier.init(self.scaled_ready, count=2)
-        mbarrier.init(self.dv_ready, count=2)
-
 
 @gluon.jit
-def allocate_barriers(STAGES: gl.constexpr, SLOTS: gl.constexpr, COMMON_KEYS: gl.constexpr, SCALED: gl.constexpr):
-    """Allocate the barriers. SCALED: including scaled_ready.
+def make_barriers(MODES: gl.constexpr, TILE: gl.constexpr):
+    """Allocate each barrier, and initialise it for the number of arrivals in a phase of it.
 
     A field without waiters is another field's barrier (pipelines.make_pipeline has the reason).
     """
     LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
+    COMMON_KEYS: gl.constexpr = TILE.common_keys
+    STAGES: gl.constexpr = TILE.stages
+    SLOTS: gl.constexpr = TILE.slots
     queries_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
     d_outs_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
@@ -76,7 +45,22 @@ def allocate_barriers(STAGES: gl.constexpr, SLOTS: gl.constexpr, COMMON_KEYS: gl
     keys_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
     keys_read = read if COMMON_KEYS else gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
     dv_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
-    scaled_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT) if SCALED else read
+    scaled_ready = gl.allocate_shared_memory(gl.int64, [1], LAYOUT) if COMMON_KEYS and MODES.row_scales else read
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(queries_ready.index(stage), count=1)
+        mbarrier.init(d_outs_ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+        if not COMMON_KEYS:
+            mbarrier.init(first_scores.index(stage), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(d_scores_ready.index(slot), count=2)
+    mbarrier.init(read, count=2)
+    mbarrier.init(keys_ready, count=1)
+    if not COMMON_KEYS:
+        mbarrier.init(keys_read, count=2)
+    if COMMON_KEYS and MODES.row_scales:
+        mbarrier.init(scaled_ready, count=2)
+    mbarrier.init(dv_ready, count=2)
     return BackwardBarriers(
         queries_ready, d_outs_ready, empty, first_scores, d_scores_ready, read, keys_ready, keys_read, dv_ready, read,
         scaled_ready,
@@ -87,9 +71,9 @@ def allocate_barriers(STAGES: gl.constexpr, SLOTS: gl.constexpr, COMMON_KEYS: gl
 class BackwardShared:
     """All shared memory of the backward, with the barriers that guard each part (kernel.py)."""
 
-    keys: gl.shared_memory_descriptor  # (2 · BLOCKS, 1, …, 64, D / BLOCKS)
+    keys: gl.shared_memory_descriptor  # (2 · blocks, 1, …, 64, D / blocks)
     values: gl.shared_memory_descriptor  # (2, 1, …, 64, D_v); at the end dv, which is stored from here
-    queries: gl.shared_memory_descriptor  # (STAGES · BLOCKS, 1, …, ROWS, D / BLOCKS)
+    queries: gl.shared_memory_descriptor  # (STAGES · blocks, 1, …, ROWS, D / blocks)
     d_outs: gl.shared_memory_descriptor  # (STAGES, 1, …, ROWS, D_v)
     terms: gl.shared_memory_descriptor  # (STAGES, ROWS, 16)
     factors: gl.shared_memory_descriptor  # (STAGES · FACTORS, 1, ROWS), with a scale per row
@@ -98,39 +82,34 @@ class BackwardShared:
     d_scores: gl.shared_memory_descriptor  # (SLOTS tiles · 2 warpgroups, 64, ROWS); then dk
     p: gl.shared_memory_descriptor  # (1, 64, ROWS), of consume_256.py only: Pᵀ
     dq_parts: gl.shared_memory_descriptor  # (2, 16, 256), of consume_128.py only
-    constants: BackwardConstants
-    barriers: BackwardBarriers
+    # written once, before all work tiles
+    zeros: gl.shared_memory_descriptor  # (8, 256): initial values of dq
+    ones: gl.shared_memory_descriptor  # (1, 8, keys of a product)
+    weights: gl.shared_memory_descriptor  # (1, 8, ROWS): weights of rows in the sums of keys
+    bits: gl.shared_memory_descriptor  # (1, 16, ROWS): the same in partial tiles of a constant decay (key_sums.py)
+    # consume_192.py only, (2, 64, 16): ones_of_splits for the rows' LSE₂, and for their Δ
+    splits: gl.shared_memory_descriptor
     published: Pipeline  # index of the work tile: one word
-    STAGES: gl.constexpr
-    SLOTS: gl.constexpr
-    BLOCKS: gl.constexpr  # buffers that make up one tile of q or k
-    COMMON_KEYS: gl.constexpr  # both warpgroups have all keys of a work tile (consume_256.py)
-    READ: gl.constexpr  # columns of q and k that hold values
-    SCORE_ROWS: gl.constexpr  # rows of the scores that a warpgroup has at once
-    DQ_PARTS: gl.constexpr  # parts of dq of a query tile, (64, 64) each
+    barriers: BackwardBarriers
+    TILE: gl.constexpr
 
     @gluon.jit
     def stage(self, n):
-        return n % self.STAGES
+        return n % self.TILE.stages
 
     @gluon.jit
     def phase(self, n):
-        return (n // self.STAGES) & 1
+        return (n // self.TILE.stages) & 1
 
     @gluon.jit
     def slot(self, n):
         """Slot of dSᵀ of the n-th tile; n may be −1."""
-        return (n + self.SLOTS) % self.SLOTS
-
-    @gluon.jit
-    def first_part(self, WARPGROUP: gl.constexpr):
-        """First part of dq that a warpgroup adds; those of consume_192.py take turns."""
-        return 0 if self.BLOCKS > 1 else WARPGROUP * (self.DQ_PARTS // 2)
+        return (n + self.TILE.slots) % self.TILE.slots
 
     @gluon.jit
     def wait_d_scores(self, n, pred=True):
         """Wait until both warpgroups have stored dSᵀ of the n-th tile."""
-        mbarrier.wait(self.barriers.d_scores_ready.index(self.slot(n)), (n // self.SLOTS) & 1, pred=pred)
+        mbarrier.wait(self.barriers.d_scores_ready.index(self.slot(n)), (n // self.TILE.slots) & 1, pred=pred)
 
     @gluon.jit
     def publish(self, count, index):

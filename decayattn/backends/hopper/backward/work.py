@@ -12,30 +12,14 @@ from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common.fragments import WARPGROUP_KEYS
 from decayattn.backends.hopper.common.gluon_compat import aggregate
-from decayattn.backends.hopper.common.tile_table import TileBounds, coordinates, dense_bounds, load_bounds
-from decayattn.backends.planning.offsets import start_of_head
+from decayattn.backends.hopper.common.tile_table import Axes, TileBounds, dense_bounds, load_bounds
 from decayattn.backends.tiles.decay import DECAY_BLOCK, side_of_head
 from decayattn.backends.tiles.visibility import GRANULE, partial_tile, rows_that_see, tiles_between
 
 
-@gluon.constexpr_function
-def has_row_sums(DECAY, DECAY_GRADIENT):
-    """True if the decay's gradient needs row sums of dS: that of a decay per token.
-
-    A constant rate's gradient needs sums of keys only.
-    """
-    return DECAY_GRADIENT and DECAY == "scalar"
-
-
-@gluon.constexpr_function
-def side_count(DECAY, CAUSAL):
-    """Number of sides of the diagonal that are visited in turn: 2 if a decay's sign differs between them."""
-    return 1 if CAUSAL or DECAY == "none" else 2
-
-
 @aggregate
 class KeySchedule:
-    """Lengths and heads of a call, constants of the kernel (kernel.BackwardTile and BackwardModes), and the work order.
+    """Lengths and heads of a call, constants of the kernel (call.Modes and config.BackwardConfig), and the work order.
 
     A chunk of `together` heads, with rows that fit the cache, takes turns tile by tile. Causal, the first key tiles are
     visible to the most rows and come first, so the last tiles of several heads end at the same time. The last heads
@@ -48,33 +32,13 @@ class KeySchedule:
     key_table: gl.tensor
     key_tiles: gl.tensor
     heads: gl.tensor
-    query_axis: gl.tensor
-    key_axis: gl.tensor
-    block_axis: gl.tensor
+    axes: Axes
     row_tiles: gl.tensor
     left: gl.tensor
     right: gl.tensor
     mirror: gl.tensor
-    KEYS: gl.constexpr
-    ROWS: gl.constexpr
-    GROUP: gl.constexpr
-    DECAY: gl.constexpr
-    DECAY_GRADIENT: gl.constexpr
-    ROW_SUMS: gl.constexpr
-    ROW_SCALES: gl.constexpr
-    RAGGED: gl.constexpr
-    WINDOW: gl.constexpr
-    PLANNED: gl.constexpr
-    CAUSAL: gl.constexpr
-    SIDES: gl.constexpr  # 2 if their signs differ, else 1: side 0 has all rows
-
-    @gluon.jit
-    def chunks(self):
-        """Number of chunks.
-
-        The first chunk has the last heads; the last one has the first heads and may be smaller.
-        """
-        return gl.cdiv(self.kv_heads, self.together)
+    MODES: gl.constexpr
+    TILE: gl.constexpr
 
     @gluon.jit
     def chunk_work_tiles(self):
@@ -89,12 +53,12 @@ class KeySchedule:
     def tiles_of_chunk(self, chunk):
         """(first, number) of a chunk's query tiles, counted through all heads."""
         first, end = self.heads_of_chunk(chunk)
-        tiles = self.GROUP * self.row_tiles
+        tiles = self.MODES.group * self.row_tiles
         return first * tiles, (end - first) * tiles
 
     @gluon.jit
     def heads_of_chunk(self, chunk):
-        """[first, end) of a chunk's heads of keys."""
+        """[first, end) of a chunk's heads of keys. The last chunk has the first heads, and may have fewer."""
         end = self.kv_heads - chunk * self.together
         return gl.maximum(end - self.together, 0), end
 
@@ -103,7 +67,7 @@ class KeySchedule:
 class KeyWork:
     """A work tile of the backward: a key tile of a head of keys.
 
-    Dense, every batch entry is one sequence. RAGGED, bounds come from the table of key tiles, and tiles of rows are
+    Dense, every batch entry is one sequence. Ragged, bounds come from the table of key tiles, and tiles of rows are
     counted through all sequences.
     """
 
@@ -112,56 +76,26 @@ class KeyWork:
     kv_head: gl.tensor
 
     @gluon.jit
-    def first_position(self):
-        return self.bounds.key_length - self.bounds.query_length
-
-    @gluon.jit
     def head(self, member):
-        return self.kv_head * self.schedule.GROUP + member
+        return self.kv_head * self.schedule.MODES.group + member
 
     @gluon.jit
     def head_row(self, member):
         return self.bounds.entry * self.schedule.heads + self.head(member)
 
     @gluon.jit
-    def first_row(self, member):
-        """Offset of the rows of a query head in a buffer (B, H, T_q); 2^31 rows would not fit in any GPU's memory."""
-        return start_of_head(self.head_row(member), self.schedule.query_axis, self.bounds.first_row, False)
-
-    @gluon.jit
-    def first_token(self, member):
-        return start_of_head(self.head_row(member), self.schedule.key_axis, self.bounds.first_token)
-
-    @gluon.jit
-    def first_block(self, member):
-        return start_of_head(self.head_row(member), self.schedule.block_axis, self.bounds.first_block, False)
-
-    @gluon.jit
     def first_tile(self, member):
         """First query tile of a head, counted through all heads."""
-        if self.schedule.RAGGED:
+        if self.schedule.MODES.ragged:
             first = self.head(member) * self.schedule.row_tiles + self.bounds.first_tile
         else:
             first = self.head_row(member) * self.schedule.row_tiles
         return first
 
     @gluon.jit
-    def query_at(self, member, row, COLUMN: gl.constexpr = 0):
-        """TMA coordinates of the rows of a head from `row` on, from a column on."""
-        bounds = self.bounds
-        return coordinates(
-            bounds.entry, self.head(member), row, bounds.first_row, bounds.query_length, self.schedule.query_axis,
-            self.schedule.RAGGED, COLUMN,
-        )
-
-    @gluon.jit
     def key_at(self, NTH: gl.constexpr, COLUMN: gl.constexpr = 0):
         """TMA coordinates of WARPGROUP_KEYS keys, from a column on."""
-        bounds = self.bounds
-        return coordinates(
-            bounds.entry, self.kv_head, bounds.start + NTH * WARPGROUP_KEYS, bounds.first_token,
-            bounds.key_length, self.schedule.key_axis, self.schedule.RAGGED, COLUMN,
-        )
+        return self.bounds.keys_at(self.kv_head, self.bounds.start + NTH * WARPGROUP_KEYS, COLUMN)
 
     @gluon.jit
     def limits(self, member, rates):
@@ -170,26 +104,26 @@ class KeyWork:
         Not read without a window or a constant decay.
         """
         left, right = self.schedule.left, self.schedule.right
-        if self.schedule.DECAY == "constant":
-            left = side_of_head(rates, 1, self.head(member), left if self.schedule.WINDOW else None)
-            if not self.schedule.CAUSAL:
-                right = side_of_head(rates, 1, self.head(member), right if self.schedule.WINDOW else None)
+        if self.schedule.MODES.decay == "constant":
+            left = side_of_head(rates, 1, self.head(member), left if self.schedule.MODES.window else None)
+            if not self.schedule.MODES.causal:
+                right = side_of_head(rates, 1, self.head(member), right if self.schedule.MODES.window else None)
         return left, right
 
     @gluon.jit
     def rows_of(self, key, last_reset, next_reset, limits):
         """(first, own, end): rows [first, end) see the key, which is left of the diagonal for those from `own` on."""
-        HAS_RESETS: gl.constexpr = self.schedule.DECAY == "scalar"
-        CAUSAL: gl.constexpr = self.schedule.CAUSAL
+        HAS_RESETS: gl.constexpr = self.schedule.MODES.decay == "scalar"
+        CAUSAL: gl.constexpr = self.schedule.MODES.causal
         rows = self.bounds.query_length
         inside = gl.minimum(key, self.bounds.key_length - 1)
-        LIMITED: gl.constexpr = self.schedule.WINDOW or self.schedule.DECAY == "constant"
+        LIMITED: gl.constexpr = self.schedule.MODES.limited
         first, end = rows_that_see(
-            inside, rows, self.first_position(), last_reset, next_reset, CAUSAL, HAS_RESETS,
+            inside, rows, self.bounds.first_position(), last_reset, next_reset, CAUSAL, HAS_RESETS,
             limits[0] if LIMITED else None, limits[1] if LIMITED and not CAUSAL else None,
         )
         # not clipped to the last row: keys past the end get no rows
-        own = gl.maximum(key - self.first_position(), 0)
+        own = gl.maximum(key - self.bounds.first_position(), 0)
         if CAUSAL:
             first = own
         else:
@@ -200,7 +134,7 @@ class KeyWork:
     def rows_of_side(self, rows, side):
         """[first, end) of the rows on one side of the diagonal that see a key, from its rows_of."""
         first, own, end = rows
-        if self.schedule.SIDES == 2:
+        if self.schedule.MODES.sides == 2:
             first, end = gl.where(side == 0, own, first), gl.where(side == 0, end, gl.minimum(own, end))
         return first, end
 
@@ -211,12 +145,13 @@ class KeyWork:
         PLANNED: rows after the last granule that visits the tile do not count (skipping.py).
         """
         first_min, own_min, end_min = self.rows_of(self.bounds.start, last_reset, next_reset, limits)
-        last_key = self.bounds.start + self.schedule.KEYS - 1
+        last_key = self.bounds.start + self.schedule.TILE.keys - 1
         first_max, own_max, end_max = self.rows_of(last_key, last_reset, next_reset, limits)
-        if self.schedule.PLANNED:
-            last_granule = gl.load(self.schedule.mirror + self.first_block(member) + self.bounds.start // DECAY_BLOCK)
+        if self.schedule.MODES.planned:
+            blocks = self.bounds.blocks(self.head_row(member))
+            last_granule = gl.load(self.schedule.mirror + blocks + self.bounds.start // DECAY_BLOCK)
             # rounded up to full tiles, which need no mask: the additional rows do see the keys
-            planned = gl.cdiv((last_granule + 1) * GRANULE, self.schedule.ROWS) * self.schedule.ROWS
+            planned = gl.cdiv((last_granule + 1) * GRANULE, self.schedule.TILE.rows) * self.schedule.TILE.rows
             end_min, end_max = gl.minimum(end_min, planned), gl.minimum(end_max, planned)
         return (first_min, own_min, end_min), (first_max, own_max, end_max)
 
@@ -226,7 +161,7 @@ class KeyWork:
         """
         first_min, end_min = self.rows_of_side(ends[0], side)
         first_max, end_max = self.rows_of_side(ends[1], side)
-        return tiles_between(first_min, first_max, end_min, end_max, self.schedule.ROWS)
+        return tiles_between(first_min, first_max, end_min, end_max, self.schedule.TILE.rows)
 
 
 @gluon.jit
@@ -268,10 +203,10 @@ def find_work(schedule, index):
     first, end = schedule.heads_of_chunk(schedule.chunk(index))
     tile = rest // (end - first)
     kv_head = end - 1 - rest % (end - first)
-    if schedule.RAGGED:
-        bounds = load_bounds(schedule.key_table, tile)
+    if schedule.MODES.ragged:
+        bounds = load_bounds(schedule.axes, schedule.key_table, tile)
     else:
-        kv_heads = schedule.heads // schedule.GROUP
-        bounds = dense_bounds(tile * schedule.KEYS, schedule.query_axis, schedule.key_axis, kv_head // kv_heads)
+        kv_heads = schedule.heads // schedule.MODES.group
+        bounds = dense_bounds(schedule.axes, tile * schedule.TILE.keys, kv_head // kv_heads)
         kv_head = kv_head % kv_heads
     return KeyWork(schedule, bounds, kv_head)

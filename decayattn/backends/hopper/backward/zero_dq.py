@@ -32,13 +32,13 @@ def allocate_zeros(zeros_desc):
 
 
 @gluon.jit
-def start_zeroing(schedule, zeros, zeros_desc, index, D: gl.constexpr):
+def start_zeroing(schedule, zeros, zeros_desc, index):
     """Start to zero a work tile's share of the next chunk's dq; return True if there is a next chunk."""
     # lines that one copy zeroes
     LINES: gl.constexpr = zeros_desc.block_shape[0]
-    OF_A_TILE: gl.constexpr = schedule.ROWS * D // (LINES * LINE_VALUES)
+    OF_A_TILE: gl.constexpr = schedule.TILE.rows * schedule.TILE.widths.qk // (LINES * LINE_VALUES)
     work_tiles = schedule.chunk_work_tiles()
-    has_next = schedule.chunk(index) + 1 < schedule.chunks()
+    has_next = schedule.chunk(index) + 1 < gl.cdiv(schedule.kv_heads, schedule.together)
     if has_next:
         first_tile, tiles = schedule.tiles_of_chunk(schedule.chunk(index) + 1)
         share = gl.cdiv(tiles * OF_A_TILE, work_tiles)

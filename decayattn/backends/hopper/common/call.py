@@ -1,14 +1,53 @@
-"""Properties of a call that launches need: descriptors of its tensors, limits of a row's view, heads per chunk."""
+"""Properties of a call that launches need: modes, descriptors of tensors, limits of a row's view, heads per chunk."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.common import descriptors
+from decayattn.backends.planning import skipping
 from decayattn.backends.runtime.integers import cdiv
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, DecayName
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Constants that a kernel is compiled for, apart from its schedule (config.py)."""
+
+    decay: DecayName
+    causal: bool
+    window: bool
+    planned: bool
+    ragged: bool  # a table lists the tiles of all sequences; otherwise every batch entry is one sequence
+    packed: bool = False  # of the forward; the others are of the backward
+    row_scales: bool = False  # a scale per row
+    decay_gradient: bool = False
+    group: int = 0  # query heads per head of keys
+
+    @classmethod
+    def of(cls, problem: AttentionProblem, **others: int) -> "Modes":
+        return cls(
+            problem.decay, problem.causal, problem.window != (-1, -1), skipping.is_planned(problem),
+            problem.layout != "dense", **others,
+        )
+
+    @property
+    def limited(self) -> bool:
+        """True if some head may have a limited view, because of a window or of a rate that resets at every token."""
+        return self.window or self.decay == "constant"
+
+    @property
+    def row_sums(self) -> bool:
+        """True if the decay's gradient needs row sums of dS; a constant rate's needs sums of keys only."""
+        return self.decay_gradient and self.decay == "scalar"
+
+    @property
+    def sides(self) -> int:
+        """Number of sides of the diagonal that the backward visits in turn: 2 if a decay's sign differs on them."""
+        return 1 if self.causal or self.decay == "none" else 2
 
 
 def limits_of(problem: AttentionProblem) -> tuple[int, int]:

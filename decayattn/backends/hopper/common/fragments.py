@@ -93,15 +93,15 @@ def from_words(words, like):
 
 
 @gluon.jit
-def common_columns(x):
-    """Column index minus 2 · thread, for x by threads.
+def common_columns(x, COLUMNS: gl.constexpr = 8):
+    """Column index minus 2 · thread, for x by threads, if a block counts COLUMNS columns: 2 for the thread's own.
 
     All threads have the same values, so they are constants in instructions; the index itself would need a register.
     """
     UNSHARED: gl.constexpr = gl.SliceLayout(2, x.type.layout)
     block = gl.arange(0, x.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, UNSHARED)))
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, UNSHARED)))
-    column = gl.expand_dims(gl.expand_dims(block * 8, 0), 2) + gl.expand_dims(gl.expand_dims(pair, 0), 1)
+    column = gl.expand_dims(gl.expand_dims(block * COLUMNS, 0), 2) + gl.expand_dims(gl.expand_dims(pair, 0), 1)
     return gl.expand_dims(column, 2)
 
 
@@ -152,11 +152,7 @@ def bits_before(column, x):
 @gluon.jit
 def where_bits(bits, x):
     """Keep x by threads at columns with a set bit; −inf elsewhere."""
-    UNSHARED: gl.constexpr = gl.SliceLayout(2, x.type.layout)
-    block = gl.arange(0, x.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, UNSHARED)))
-    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, UNSHARED)))
-    bit = 1 << (gl.expand_dims(gl.expand_dims(2 * block, 0), 2) + gl.expand_dims(gl.expand_dims(pair, 0), 1))
-    _, bit = gl.broadcast(x, gl.expand_dims(bit, 2))
+    _, bit = gl.broadcast(x, 1 << common_columns(x, 2))
     _, bits = gl.broadcast(x, gl.expand_dims(gl.expand_dims(bits, 1), 3))
     # not an expression: LLVM would pack the results of the tests into integers and unpack them again
     return gl.inline_asm_elementwise(
@@ -164,6 +160,15 @@ def where_bits(bits, x):
         "selp.f32 $0, $1, 0fFF800000, set; }",
         "=f,f,r,r", [x, bits, bit], gl.float32, is_pure=True, pack=1,
     )
+
+
+@gluon.jit
+def index_along(x, AXIS: gl.constexpr):
+    """Index along one axis of a tensor of three dimensions."""
+    PLANE: gl.constexpr = gl.SliceLayout(2 if AXIS < 2 else 1, x.type.layout)
+    LINE: gl.constexpr = gl.SliceLayout(1 if AXIS == 0 else 0, PLANE)
+    index = gl.expand_dims(gl.arange(0, x.shape[AXIS], LINE), 1 if AXIS == 0 else 0)
+    return gl.expand_dims(index, 2 if AXIS < 2 else 1)
 
 
 @gluon.jit

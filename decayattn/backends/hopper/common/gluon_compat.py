@@ -53,6 +53,3 @@ def aggregate(cls):
     init.__triton_builtin__ = True
     cls.__init__ = init
     return _aggregate(cls)
-
-
-__all__ = ["aggregate", "load", "reduce_add", "reinterpret", "store", "thread_barrier"]

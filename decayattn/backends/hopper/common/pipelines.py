@@ -97,12 +97,6 @@ class Pipeline:
     def consumer_release(self, n, pred=True):
         arrive(self.empty.index(stage(n, self.STAGES)), pred)
 
-    @gluon.jit
-    def consumer_skip(self, n):
-        """Release a tile unread, after its arrival: an earlier release would count for the previous tile."""
-        self.consumer_wait(n)
-        self.consumer_release(n)
-
 
 @gluon.jit
 def make_pipeline(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):

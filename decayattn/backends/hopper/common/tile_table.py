@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from decayattn.backends.hopper.common.descriptors import SLICE_END
 from decayattn.backends.hopper.common.gluon_compat import aggregate
-from decayattn.backends.planning.offsets import parts_before
+from decayattn.backends.planning.offsets import parts_before, start_of_head
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import Launch
@@ -140,9 +140,23 @@ def _write_lines(
 
 
 @aggregate
+class Axes:
+    """Lengths of the axes that hold the sequences: of rows, keys, and blocks of the decay prefix.
+
+    RAGGED: a table has the bounds of every sequence; otherwise each fills its batch entry.
+    """
+
+    rows: gl.tensor
+    keys: gl.tensor
+    blocks: gl.tensor
+    RAGGED: gl.constexpr
+
+
+@aggregate
 class TileBounds:
     """A line of a table: the start of a tile, and the bounds of its sequence."""
 
+    axes: Axes
     start: gl.tensor
     query_length: gl.tensor
     key_length: gl.tensor
@@ -152,33 +166,59 @@ class TileBounds:
     first_block: gl.tensor
     first_tile: gl.tensor
 
+    @gluon.jit
+    def first_position(self):
+        return self.key_length - self.query_length
+
+    @gluon.jit
+    def rows(self, head_row, LARGE: gl.constexpr = True):
+        """Offset of the sequence's rows in a buffer (B, H, T_q)."""
+        return start_of_head(head_row, self.axes.rows, self.first_row, LARGE)
+
+    @gluon.jit
+    def tokens(self, head_row):
+        return start_of_head(head_row, self.axes.keys, self.first_token)
+
+    @gluon.jit
+    def blocks(self, head_row):
+        return start_of_head(head_row, self.axes.blocks, self.first_block, False)
+
+    @gluon.jit
+    def rows_at(self, head, row, COLUMN: gl.constexpr = 0):
+        """TMA coordinates of a tile: rows of a head from `row` of the sequence on, and its columns from COLUMN on."""
+        return _coordinates(self, head, row, self.first_row, self.query_length, self.axes.rows, COLUMN)
+
+    @gluon.jit
+    def keys_at(self, head, key, COLUMN: gl.constexpr = 0):
+        """The same of keys of a head of keys."""
+        return _coordinates(self, head, key, self.first_token, self.key_length, self.axes.keys, COLUMN)
+
 
 @gluon.jit
-def load_bounds(table, tile):
+def load_bounds(axes, table, tile):
     line = line_of_tile(table, tile)
     return TileBounds(
-        gl.load(line + START), gl.load(line + QUERY_LENGTH), gl.load(line + KEY_LENGTH), gl.load(line + ENTRY),
+        axes, gl.load(line + START), gl.load(line + QUERY_LENGTH), gl.load(line + KEY_LENGTH), gl.load(line + ENTRY),
         gl.load(line + FIRST_ROW), gl.load(line + FIRST_TOKEN), gl.load(line + FIRST_BLOCK),
         gl.load(line + FIRST_TILE),
     )
 
 
 @gluon.jit
-def dense_bounds(start, query_length, key_length, batch):
+def dense_bounds(axes, start, batch):
     """TileBounds of a tile of a sequence that fills its batch entry."""
     zero = start * 0
-    return TileBounds(start, query_length, key_length, batch, zero, zero, zero, zero)
+    return TileBounds(axes, start, axes.rows, axes.keys, batch, zero, zero, zero, zero)
 
 
 @gluon.jit
-def coordinates(entry, head, row, first, length, axis, RAGGED: gl.constexpr, COLUMN: gl.constexpr = 0):
-    """TMA coordinates of a tile: rows of a head from `row` of a sequence on, and its columns from COLUMN on.
+def _coordinates(bounds, head, row, first, length, axis, COLUMN: gl.constexpr):
+    """TMA coordinates: for descriptors.slices if RAGGED, where all batch entries are one axis; else descriptors.tokens.
 
-    The sequence has `length` rows from `first` on. RAGGED: for descriptors.slices, where all batch entries are one
-    axis; otherwise for descriptors.tokens.
+    The sequence has `length` rows from `first` on.
     """
-    if RAGGED:
-        at = (_SLICE_END, entry * axis + first + length, head, _SLICE_END - length + row, COLUMN)
+    if bounds.axes.RAGGED:
+        at = (_SLICE_END, bounds.entry * axis + first + length, head, _SLICE_END - length + row, COLUMN)
     else:
-        at = (entry, head, row, COLUMN)
+        at = (bounds.entry, head, row, COLUMN)
     return at

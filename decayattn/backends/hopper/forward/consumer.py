@@ -42,22 +42,12 @@ from decayattn.backends.hopper.forward.softmax import (
 )
 from decayattn.backends.hopper.forward.work import Walk
 from decayattn.backends.planning.offsets import row_pointers
+from decayattn.backends.tiles.decay import row_anchor
 from decayattn.backends.tiles.scores import LN2, LOG2E, with_sink
 
 # columns of q and k per product, for tiles with more than 128: skips columns without values, and the matrix descriptors
 # of all columns would spill 100 bytes
 READ_STEP: gl.constexpr = gl.constexpr(64)
-
-
-@gluon.jit
-def _ones(shared, is_right, SCORE: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return the left operand that adds β to the scores: ones, or minus ones right of the diagonal."""
-    if CAUSAL:
-        ones = ones_of_splits(0, SCORE)
-    else:
-        # from shared memory: two operands do not fit in registers
-        ones = shared.signs.index(is_right.to(gl.int32))
-    return ones
 
 
 @gluon.jit
@@ -73,18 +63,22 @@ def _start_scores(q, shared, n, count, zero, is_right, row_scale, KIND: gl.const
         score = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     else:
         score = zero
-        for begin in gl.static_range(0, shared.READ, READ_STEP):
+        READ: gl.constexpr = shared.TILE.widths.read
+        for begin in gl.static_range(0, READ, READ_STEP):
             kT = k.slice(begin, READ_STEP, 1).permute((1, 0))
             score = warpgroup_mma(q.slice(begin, READ_STEP, 1), kT, score, use_acc=begin > 0, is_async=True)
     if row_scale is not None:
         score = warpgroup_mma_wait(0, (score,)) * gl.expand_dims(row_scale, 1)
     # β comes last: a large β would round every product that is added after it to its own precision
-    if KIND == "scalar":
-        beta = shared.beta.index(stage(n, shared.keys.STAGES))
-        score = warpgroup_mma(_ones(shared, is_right, SCORE, CAUSAL), beta, score, is_async=True)
-    elif KIND == "constant":
-        beta = shared.beta.index(stage(count, shared.queries.STAGES))
-        score = warpgroup_mma(_ones(shared, is_right, SCORE, CAUSAL), beta, score, is_async=True)
+    if KIND != "none":
+        nth = stage(n, shared.keys.STAGES) if KIND == "scalar" else stage(count, shared.queries.STAGES)
+        beta = shared.beta.index(nth)
+        if CAUSAL:
+            ones = ones_of_splits(0, SCORE)
+        else:
+            # minus ones right of the diagonal; from shared memory, because two operands do not fit in registers
+            ones = shared.signs.index(is_right.to(gl.int32))
+        score = warpgroup_mma(ones, beta, score, is_async=True)
     return score
 
 
@@ -101,7 +95,7 @@ def _base_difference(shared, n, WARPGROUP: gl.constexpr, KIND: gl.constexpr):
 def _full_begin(shared, rows, is_right, WARPGROUP: gl.constexpr):
     """Index of the first full tile on that side of the diagonal: no row of the warpgroup has its first key in it."""
     full_begin = seen_tile(shared.left, rows.count, FULL_BEGIN, WARPGROUP)
-    if not rows.decay.CAUSAL:
+    if not rows.decay.MODES.causal:
         full_begin = gl.where(is_right, seen_tile(shared.right, rows.count, FULL_BEGIN, WARPGROUP), full_begin)
     return full_begin
 
@@ -118,8 +112,8 @@ def _next_tile(
     SCORE: gl.constexpr = zero.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
     P: gl.constexpr = operand_layout(acc.type.layout)
-    KIND: gl.constexpr = rows.decay.KIND
-    CAUSAL: gl.constexpr = rows.decay.CAUSAL
+    KIND: gl.constexpr = rows.decay.MODES.decay
+    CAUSAL: gl.constexpr = rows.decay.MODES.causal
     keys, values = shared.keys, shared.values
     # With more than two stages, V of the previous tile is there already. A wait between the two products makes ptxas
     # 13.4 (Triton 3.9) move 12 registers of P in every iteration
@@ -154,25 +148,21 @@ def _next_tile(
 
 
 @gluon.jit
-def _load_scales(row_scales, work, row):
-    """Load s·log2(e) of rows of a work tile's sequence and head."""
-    return gl.load(row_pointers(row_scales, work.bounds.entry, work.head, work.bounds.first_row + row)) * LOG2E
-
-
-@gluon.jit
-def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.constexpr, D: gl.constexpr):
+def consume(consuming, WARPGROUP: gl.constexpr):
     """Run one consumer warpgroup: 64 query rows of every work tile, through the keys that they see.
 
-    outputs: the descriptor of out, and pointers to lse and row_lse2; scales: scale and row_scales (forward_kernel).
-    With a sink, lse must be given.
+    consuming: shared memory, schedule, decay; the descriptor of out, and pointers to lse and row_lse2; the sink (with
+    it, lse must be given); scale and row_scales (forward_kernel).
     """
-    KEYS: gl.constexpr = schedule.KEYS
+    shared, schedule, decay, outputs, sink, scales = consuming
+    KEYS: gl.constexpr = schedule.TILE.keys
     SCORE: gl.constexpr = product_layout(KEYS)
+    D: gl.constexpr = schedule.TILE.widths.v
     ACC: gl.constexpr = product_layout(D)
     P: gl.constexpr = operand_layout(ACC)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORE)
-    KIND: gl.constexpr = decay.KIND
-    CAUSAL: gl.constexpr = decay.CAUSAL
+    KIND: gl.constexpr = decay.MODES.decay
+    CAUSAL: gl.constexpr = decay.MODES.causal
     out_desc, row_outputs = outputs
     lse, row_lse2 = row_outputs
     scale, row_scales = scales
@@ -190,11 +180,11 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
     while state != END:
         work, tiles, key_tile_end = published_work(shared, count, schedule)
         bounds, head = work.bounds, work.head
-        query_length, first_position = bounds.query_length, work.first_position()
+        query_length, first_position = bounds.query_length, bounds.first_position()
         start = bounds.start + WARPGROUP * WARPGROUP_ROWS
         overflow = shared.overflow(count, WARPGROUP)
         if start < query_length:
-            head_decay = decay.of(schedule, work)
+            head_decay = decay.of(work)
             # rows past the end repeat the last one, and are never stored
             final_row = gl.minimum(start + WARPGROUP_ROWS, query_length) - 1
             # assembly: LLVM would compute an expression again for the loops; Triton 3.8 then spills up to 44 bytes more
@@ -206,24 +196,23 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
             tile_end = seen_tile(shared.left, count, VISITED_END, WARPGROUP)
             row_scale = None
             if row_scales is not None:
-                row_scale = _load_scales(row_scales, work, row)
+                # s·log2(e)
+                row_scale = gl.load(row_pointers(row_scales, bounds.entry, head, bounds.first_row + row)) * LOG2E
             if ROW_ALPHA:
                 # loaded while the warpgroup waits for the first tile
-                row_alpha = head_decay.row_alpha(position, work.anchor(start), head_decay.rate(head))
-            walk = Walk(key_tile_end, tiles, key_tile_end, True, KEYS)
+                row_alpha = head_decay.row_alpha(position, row_anchor(start, first_position), head_decay.rate(head))
+            walk = Walk(schedule, key_tile_end, tiles, key_tile_end)
             visits = key_tile_end - seen_tile(shared.left, count, VISITED_BEGIN, WARPGROUP)
             if not CAUSAL:
                 left_visits = key_tile_end - first_seen(shared.left, count)
-                walk = Walk(key_tile_end, left_visits, work.first_right_key() // KEYS, False, KEYS)
+                walk = Walk(schedule, key_tile_end, left_visits, work.first_right_key() // KEYS)
                 # also visit tiles that only other warpgroups see, fully masked, up to this warpgroup's last tile
                 right_end = seen_tile(shared.right, count, VISITED_END, WARPGROUP)
                 visits = left_visits + gl.maximum(right_end - walk.right_begin, 0)
             n_end = sent + visits
             # n counts the visits of all work tiles; this warpgroup skips those before its own first tile
             n_begin = key_tile_end - tile_end
-            for n in range(sent, sent + n_begin):
-                keys.consumer_skip(n)
-                values.consumer_skip(n)
+            shared.skip(sent, sent + n_begin)
             n = sent + n_begin
             queries.consumer_wait(count)
             keys.consumer_wait(n)
@@ -302,7 +291,7 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
                 # the sign of a row's α differs between the sides, so α does not cancel in the backward's scores either
                 lse2 += row_alphas.load(ROW)
             row = start + gl.arange(0, WARPGROUP_ROWS, ROW)
-            here = schedule.rows(work) + row
+            here = bounds.rows(work.head_row) + row
             inside = row < query_length
             gl.store(row_lse2 + here, gl.where(seen, lse2, float("inf")), mask=inside)
             if lse is not None:
@@ -325,19 +314,15 @@ def consume(shared, schedule, decay, outputs, sink, scales, WARPGROUP: gl.conste
             flat(out).store(acc.to(q.dtype))
             fence_async_shared()
             if gl.max(overflow.load(gl.BlockedLayout([WARPS], [32], [WARPS], [0])), 0) == 0:
-                gluon_compat.store(out_desc, schedule.rows_at(work, start), out)
-            for n in range(n_end, sent + tiles):
-                keys.consumer_skip(n)
-                values.consumer_skip(n)
+                gluon_compat.store(out_desc, bounds.rows_at(head, start), out)
+            shared.skip(n_end, sent + tiles)
         else:
             # this warpgroup has no rows: release the tiles that the others read
             overflow.store(gl.full([WARPS], 0, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
             if TWO_SLOTS:
                 tma.store_wait(0)
                 queries.consumer_release(count - 1, count > 0)
-            for n in range(sent, sent + tiles):
-                keys.consumer_skip(n)
-                values.consumer_skip(n)
+            shared.skip(sent, sent + tiles)
         if not TWO_SLOTS:
             tma.store_wait(0)
             queries.consumer_release(count)

@@ -38,53 +38,47 @@ class RowAlpha:
 class Decay:
     """Pointers to the decay (rates of a constant one, the prefix of one per token), and rules for the visible keys.
 
-    CAUSAL: no keys after the row's own. WINDOW: at most `left` keys before it and, not causal, `right` after it.
-    LIMITED: some head may have such limits, because of a window or of a rate that resets at every token. PLANNED: the
-    plan has the first block that a granule of rows visits (skipping.py).
+    Causal, no row sees keys after its own. With a window, it sees at most `left` keys before it and, not causal,
+    `right` after it. Planned, the plan has the first block that a granule of rows visits (skipping.py).
     """
 
-    rates: gl.tensor
-    beta: gl.tensor
-    bases: gl.tensor
+    rates: gl.tensor  # (H,), of a constant decay
+    beta: gl.tensor  # of a decay per token: α in its block
+    bases: gl.tensor  # and at the blocks' starts, as pairs of float32
     last_reset: gl.tensor
-    next_reset: gl.tensor
+    next_reset: gl.tensor  # not causal
+    plan: gl.tensor  # for every granule of rows, the first block of keys that it visits
     left: gl.tensor
     right: gl.tensor
-    plan: gl.tensor
-    KIND: gl.constexpr
-    CAUSAL: gl.constexpr
-    WINDOW: gl.constexpr
-    PLANNED: gl.constexpr
-    LIMITED: gl.constexpr
+    MODES: gl.constexpr
 
     @gluon.jit
-    def of(self, schedule, work):
+    def of(self, work):
         """Return the same decay, with pointers to the sequence and head of a work tile and with the head's window."""
-        tokens = schedule.tokens(work)
+        tokens = work.bounds.tokens(work.head_row)
         left, right = self.left, self.right
-        if self.KIND == "constant":
-            left = side_of_head(self.rates, 1, work.head, self.left if self.WINDOW else None)
-            if not self.CAUSAL:
-                right = side_of_head(self.rates, 1, work.head, self.right if self.WINDOW else None)
+        if self.MODES.decay == "constant":
+            left = side_of_head(self.rates, 1, work.head, self.left if self.MODES.window else None)
+            if not self.MODES.causal:
+                right = side_of_head(self.rates, 1, work.head, self.right if self.MODES.window else None)
         return Decay(
-            self.rates, self.beta + tokens, self.bases + schedule.blocks(work) * 2,
-            self.last_reset + tokens, self.next_reset + tokens, left, right, self.plan + schedule.granules(work),
-            self.KIND, self.CAUSAL, self.WINDOW, self.PLANNED, self.LIMITED,
+            self.rates, self.beta + tokens, self.bases + work.bounds.blocks(work.head_row) * 2,
+            self.last_reset + tokens, self.next_reset + tokens, self.plan + work.granules(), left, right, self.MODES,
         )
 
     @gluon.jit
     def first_key(self, position):
         """First key that a position sees: its last reset, or the start of its window."""
-        left = self.left if self.LIMITED else None
-        first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, self.KIND == "scalar", left)
+        left = self.left if self.MODES.limited else None
+        first, _ = keys_seen(position, 0, self.last_reset, self.last_reset, True, self.MODES.decay == "scalar", left)
         return first
 
     @gluon.jit
     def keys_end(self, position, key_length):
         """End of the keys that a position sees, not causal: its next reset, its window's end or the sequence's."""
-        right = self.right if self.LIMITED else None
+        right = self.right if self.MODES.limited else None
         _, end = keys_seen(
-            position, key_length, self.last_reset, self.next_reset, False, self.KIND == "scalar", None, right
+            position, key_length, self.last_reset, self.next_reset, False, self.MODES.decay == "scalar", None, right
         )
         return end
 
@@ -92,7 +86,7 @@ class Decay:
     def first_visited(self, position, row):
         """First key that a row at this position visits: the first one that it sees, or the plan's, if that is later."""
         first = self.first_key(position)
-        if self.PLANNED:
+        if self.MODES.planned:
             first = gl.maximum(first, gl.load(self.plan + row // GRANULE) * DECAY_BLOCK)
         return first
 
@@ -100,7 +94,7 @@ class Decay:
     def rate(self, head):
         """γ of a head in base 2."""
         rate = 0.0
-        if self.KIND == "constant":
+        if self.MODES.decay == "constant":
             rate = constant_rate(self.rates, 1, head, gl.float32)
         return rate
 
@@ -113,7 +107,7 @@ class Decay:
     @gluon.jit
     def row_alpha(self, position, anchor, rate):
         """α of positions relative to the anchor."""
-        if self.KIND == "scalar":
+        if self.MODES.decay == "scalar":
             token = gl.maximum(position, 0)
             base, anchor_base = self.base(token // DECAY_BLOCK), self.base(anchor // DECAY_BLOCK)
             alpha = RowAlpha(base, anchor_base, gl.load(self.beta + token))

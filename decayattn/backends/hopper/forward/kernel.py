@@ -51,15 +51,13 @@ Tiles, per warpgroup: q (64, D) · k (KEYS, D) · v (KEYS, D_v) · beta (16, KEY
 acc, out (64, D_v) · row_sum (64, 4). row_sum has the partial sums of the four threads that share a row.
 """
 
-from typing import NamedTuple
-
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from decayattn.backends.hopper.common.fragments import DEPTH, WARPGROUP_ROWS
 from decayattn.backends.hopper.common.pipelines import allocate_tiles, allocate_words, make_pipeline
+from decayattn.backends.hopper.common.tile_table import Axes
 from decayattn.backends.hopper.forward.consumer import consume
 from decayattn.backends.hopper.forward.decay import Decay
 from decayattn.backends.hopper.forward.producer import produce
@@ -73,43 +71,6 @@ from decayattn.backends.hopper.forward.shared import (
 )
 from decayattn.backends.hopper.forward.work import QuerySchedule
 from decayattn.backends.runtime.dependent_launch import wait_for_launch_before
-from decayattn.problem import DecayName
-
-
-class ForwardDecay(NamedTuple):
-    """Tensors of the decay. All are present, as an aggregate requires; the modes decide which are read."""
-
-    rates: Tensor  # (H,), of a constant decay
-    beta: Tensor  # of a decay per token: α in its block
-    bases: Tensor  # and at the blocks' starts, as pairs of float32
-    last_reset: Tensor
-    next_reset: Tensor  # not causal
-    plan: Tensor  # for every granule of rows, the first block of keys that it visits; PLANNED, which needs CAUSAL
-
-
-class ForwardModes(NamedTuple):
-    """Constants that the kernel is compiled for, apart from its tile."""
-
-    decay: DecayName
-    ragged: bool
-    packed: bool
-    causal: bool
-    window: bool
-    planned: bool
-
-
-class ForwardTile(NamedTuple):
-    """The fields of config.ForwardConfig that the kernel needs."""
-
-    read: int  # columns of q and k that hold values
-    value_dim: int
-    keys: int
-    warpgroups: int
-    stages: int
-    slots: int
-    registers: int
-    producer_registers: int
-
 
 # separate arguments: Triton specialises integers in a tuple (for 1 and multiples of 16) despite do_not_specialize
 _INTEGERS = [
@@ -127,6 +88,7 @@ def forward_kernel(
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp. Launched by programmatic dependent launch.
 
     beta_desc: −α_j / scale of the keys (undivided with a scale per row), or None without a decay
+    decay_tensors: the pointers of a Decay. All are present, as an aggregate requires; the modes decide which are read
     row_outputs: lse, or None if not requested, and row_lse2, which the backward reads
     sink: (H,), or None
     counter: the scheduler's, 0; not read if every program has one work tile
@@ -142,12 +104,8 @@ def forward_kernel(
     SLOTS: gl.constexpr = TILE.slots
     WARPGROUPS: gl.constexpr = TILE.warpgroups
     STAGES: gl.constexpr = TILE.stages
-    D_V: gl.constexpr = TILE.value_dim
     rates, token_beta, bases, last_reset, next_reset, plan = decay_tensors
-    decay = Decay(
-        rates, token_beta, bases, last_reset, next_reset, left, right, plan, KIND, CAUSAL, MODES.window, MODES.planned,
-        MODES.window or KIND == "constant",
-    )
+    decay = Decay(rates, token_beta, bases, last_reset, next_reset, plan, left, right, MODES)
 
     q_tiles = allocate_tiles(q_desc, SLOTS * WARPGROUPS)
     k_tiles = allocate_tiles(k_desc, STAGES)
@@ -177,38 +135,25 @@ def forward_kernel(
     shared = ForwardShared(
         make_pipeline(q_tiles, SLOTS, WARPGROUPS), make_pipeline(k_tiles, STAGES, WARPGROUPS),
         make_pipeline(v_tiles, STAGES, WARPGROUPS), make_pipeline(published, SLOTS, 0), beta, differences,
-        left_tiles, right_tiles, signs, overflows, fences, row_alphas, WARPGROUPS, TILE.read,
+        left_tiles, right_tiles, signs, overflows, fences, row_alphas, TILE,
     )
     wait_for_launch_before(work_tiles)
     if MODES.ragged:
         # the host knows only an upper bound
         row_tiles = gl.load(table)
         work_tiles = row_tiles * heads
-    schedule = QuerySchedule(
-        work_tiles, row_tiles, heads, group, together, query_length, key_length, blocks, granules, table, MODES.ragged,
-        MODES.packed, TILE.keys,
-    )
+    axes = Axes(query_length, key_length, blocks, MODES.ragged)
+    schedule = QuerySchedule(work_tiles, row_tiles, heads, group, together, axes, granules, table, MODES, TILE)
 
-    outputs = (out_desc, row_outputs)
-    sources = (q_desc, k_desc, v_desc, beta_desc)
+    consuming = (shared, schedule, decay, (out_desc, row_outputs), sink, scales)
+    producing = (shared, schedule, decay, counter, (q_desc, k_desc, v_desc, beta_desc))
     if WARPGROUPS == 2:
         gl.warp_specialize(
-            [
-                (consume, (shared, schedule, decay, outputs, sink, scales, 0, D_V)),
-                (consume, (shared, schedule, decay, outputs, sink, scales, 1, D_V)),
-                (produce, (shared, schedule, decay, counter, sources)),
-            ],
-            [4, 1],
-            [TILE.registers, TILE.producer_registers],
+            [(consume, (consuming, 0)), (consume, (consuming, 1)), (produce, producing)],
+            [4, 1], [TILE.registers, TILE.producer_registers],
         )
     else:
         gl.warp_specialize(
-            [
-                (consume, (shared, schedule, decay, outputs, sink, scales, 0, D_V)),
-                (consume, (shared, schedule, decay, outputs, sink, scales, 1, D_V)),
-                (consume, (shared, schedule, decay, outputs, sink, scales, 2, D_V)),
-                (produce, (shared, schedule, decay, counter, sources)),
-            ],
-            [4, 4, 1],
-            [TILE.registers, TILE.registers, TILE.producer_registers],
+            [(consume, (consuming, 0)), (consume, (consuming, 1)), (consume, (consuming, 2)), (produce, producing)],
+            [4, 4, 1], [TILE.registers, TILE.registers, TILE.producer_registers],
         )

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.common import descriptors, tile_table
-from decayattn.backends.hopper.common.call import heads_together, limits_of, source_of
-from decayattn.backends.hopper.forward.kernel import ForwardDecay, ForwardModes, ForwardTile, forward_kernel
+from decayattn.backends.hopper.common.call import Modes, heads_together, limits_of, source_of
+from decayattn.backends.hopper.forward.kernel import forward_kernel
 from decayattn.backends.planning import prefix as decay_prefix
 from decayattn.backends.planning import sequences as sequence_blocks
 from decayattn.backends.planning import skipping
@@ -36,7 +36,7 @@ def forward(
         sequences = sequence_blocks.find(problem, bounds, launch)
         sequence_blocks.fill_outside(problem, sequences, results, outputs.OF_NO_KEY, launch=launch)
         widths = config.widths(problem.head_dim, problem.value_dim)
-        schedule = config.forward(widths.qk)
+        schedule = config.forward(widths)
         score_scale = _score_scale(inputs)
         prefix, splits, bases, counter = _decay(problem, q, log_decay, score_scale, sequences, launch)
         # the plan's launches start while the launch before ends
@@ -53,16 +53,8 @@ def forward(
         keys_and_values = problem.longest_key * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
         programs = min(work_tiles, launching.multiprocessors(problem.device))
         rates = log_decay.contiguous() if problem.decay == "constant" else None
-        decay_tensors = ForwardDecay(
+        decay_tensors = (
             row_lse2 if rates is None else rates, prefix.beta, bases, prefix.last_reset, prefix.next_reset, first_block,
-        )
-        modes = ForwardModes(
-            problem.decay, ragged=bounds is not None, packed=problem.layout == "packed", causal=problem.causal,
-            window=problem.window != (-1, -1), planned=skipping.is_planned(problem),
-        )
-        tile = ForwardTile(
-            widths.read, widths.v, schedule.keys, schedule.warpgroups, schedule.stages, schedule.slots,
-            schedule.registers, schedule.producer_registers,
         )
         launch(
             forward_kernel, programs,
@@ -71,7 +63,8 @@ def forward(
             (lse, row_lse2), decay_tensors, sink, counter, row_lse2 if tiles.rows is None else tiles.rows,
             (score_scale, strided(row_scale)), *limits_of(problem), work_tiles, tiles.row_tiles, problem.num_heads,
             group, heads_together(head_rows, keys_and_values, group), problem.query_length, problem.key_length,
-            sequence_blocks.decay_blocks(problem), first_block.shape[-1], MODES=modes, TILE=tile, num_warps=4,
+            sequence_blocks.decay_blocks(problem), first_block.shape[-1],
+            MODES=Modes.of(problem, packed=problem.layout == "packed"), TILE=schedule, num_warps=4,
             maxnreg=schedule.launch_registers, launch_pdl=True,
         )
         return out, lse, Saved(row_lse2, *prefix, first_block)

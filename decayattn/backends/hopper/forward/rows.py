@@ -38,7 +38,7 @@ class Rows:
     def first_key(self, is_right):
         """First key that each row sees on one side of the diagonal."""
         first = self.decay.first_key(self.position)
-        if not self.decay.CAUSAL:
+        if not self.decay.MODES.causal:
             first = gl.where(is_right, self.position + 1, first)
         return first
 
@@ -46,7 +46,7 @@ class Rows:
     def keys_end(self, is_right):
         """End of the keys that each row sees on one side of the diagonal."""
         end = self.position + 1
-        if not self.decay.CAUSAL:
+        if not self.decay.MODES.causal:
             end = gl.where(is_right, self.decay.keys_end(self.position, self.bounds.key_length), end)
         return end
 
@@ -62,7 +62,8 @@ def masked(score, rows, tile, is_right, full_begin, BITS: gl.constexpr):
     SCORE: gl.constexpr = score.type.layout
     KEYS: gl.constexpr = score.shape[1]
     # a row can have a first key other than 0
-    HAS_FIRST: gl.constexpr = rows.decay.KIND == "scalar" or rows.decay.LIMITED or not rows.decay.CAUSAL
+    MODES: gl.constexpr = rows.decay.MODES
+    HAS_FIRST: gl.constexpr = MODES.decay == "scalar" or MODES.limited or not MODES.causal
     x = by_threads(score)
     end = rows.keys_end(is_right) - tile * KEYS
     if BITS:

@@ -74,13 +74,21 @@ class ForwardShared:
     overflows: gl.shared_memory_descriptor
     fences: gl.shared_memory_descriptor
     row_alphas: gl.shared_memory_descriptor
-    WARPGROUPS: gl.constexpr
-    READ: gl.constexpr  # columns of q and k that hold values
+    TILE: gl.constexpr
+
+    @gluon.jit
+    def skip(self, begin, end):
+        """Release key tiles unread, after their arrival: an earlier release would count for the previous tile."""
+        for n in range(begin, end):
+            self.keys.consumer_wait(n)
+            self.keys.consumer_release(n)
+            self.values.consumer_wait(n)
+            self.values.consumer_release(n)
 
     @gluon.jit
     def query_tile(self, count, WARPGROUP: gl.constexpr):
         """Buffer of a warpgroup's q of the count-th work tile."""
-        return self.queries.tiles.index(stage(count, self.queries.STAGES) * self.WARPGROUPS + WARPGROUP)
+        return self.queries.tiles.index(stage(count, self.queries.STAGES) * self.TILE.warpgroups + WARPGROUP)
 
     @gluon.jit
     def out_tile(self, count, desc, WARPGROUP: gl.constexpr):
@@ -106,7 +114,8 @@ class ForwardShared:
         """True if any sum overflowed in the work tile that last used the slot of the count-th one."""
         EVERY: gl.constexpr = gl.BlockedLayout([WARPS], [32], [1], [0])
         some = 0
-        for w in gl.static_range(self.WARPGROUPS):
+        WARPGROUPS: gl.constexpr = self.TILE.warpgroups
+        for w in gl.static_range(WARPGROUPS):
             some |= gl.max(self.overflow(count, w).load(EVERY), 0)
         return some != 0
 
@@ -141,9 +150,7 @@ def load_beta(desc, block, key, barrier, beta, n):
 
 
 @gluon.jit
-def publish(
-    shared, count, state, index, work, tiles, tile_end, left, right, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-):
+def publish(shared, count, state, index, work, tiles, tile_end, left, right):
     """Publish the count-th work tile of this program: `tiles` visits of key tiles, from tile_end down (work.Walk).
 
     left, right: the tiles that each warpgroup's rows see on either side of the diagonal (visibility.tiles_between).
@@ -157,14 +164,14 @@ def publish(
     store_word(words, word + START, gl.where(tiles > 0, bounds.start, bounds.query_length))
     store_word(words, word + ENTRY, bounds.entry)
     store_word(words, word + HEAD_ROW, work.head_row)
-    if RAGGED:
+    if work.schedule.MODES.ragged:
         store_word(words, word + QUERY_LENGTH, bounds.query_length)
         store_word(words, word + KEY_LENGTH, bounds.key_length)
         store_word(words, word + FIRST_ROW, bounds.first_row)
         store_word(words, word + FIRST_TOKEN, bounds.first_token)
         store_word(words, word + FIRST_BLOCK, bounds.first_block)
     _store_seen(shared.left, count, left, state)
-    if not CAUSAL:
+    if not work.schedule.MODES.causal:
         _store_seen(shared.right, count, right, state)
     shared.published.producer_commit(count)
 
@@ -201,15 +208,15 @@ def published_work(shared, count, schedule):
     words, word = shared.published.tiles, stage(count, shared.published.STAGES) * WORDS
     start = load_word(words, word + START)
     entry, head_row = load_word(words, word + ENTRY), load_word(words, word + HEAD_ROW)
-    if schedule.RAGGED:
+    if schedule.MODES.ragged:
         bounds = TileBounds(
-            start, load_word(words, word + QUERY_LENGTH), load_word(words, word + KEY_LENGTH), entry,
+            schedule.axes, start, load_word(words, word + QUERY_LENGTH), load_word(words, word + KEY_LENGTH), entry,
             load_word(words, word + FIRST_ROW), load_word(words, word + FIRST_TOKEN),
             load_word(words, word + FIRST_BLOCK), start * 0,
         )
     else:
-        bounds = dense_bounds(start, schedule.query_axis, schedule.key_axis, entry)
-    work = QueryWork(bounds, head_row, head_row - entry * schedule.heads, schedule.KEYS)
+        bounds = dense_bounds(schedule.axes, start, entry)
+    work = QueryWork(schedule, bounds, head_row, head_row - entry * schedule.heads)
     return work, load_word(words, word + TILES), load_word(words, word + TILE_END)
 
 
@@ -238,7 +245,8 @@ def seen_tile(side, count, BOUND: gl.constexpr, WARPGROUP: gl.constexpr):
 @gluon.jit
 def first_seen(side, count):
     """First key tile that any warpgroup's rows see on a side."""
-    return minimum(_seen(side, count, VISITED_BEGIN))
+    every = _seen(side, count, VISITED_BEGIN).load(gl.BlockedLayout([WARPGROUPS_PADDED], [32], [4], [0]))
+    return gl.min(every, 0)
 
 
 @gluon.jit
@@ -249,9 +257,3 @@ def select(values, WARPGROUP: gl.constexpr):
     every = values.load(EVERY)
     mine = gl.arange(0, WARPGROUPS_PADDED, EVERY) == WARPGROUP
     return gl.sum(gl.where(mine, every, 0), 0)
-
-
-@gluon.jit
-def minimum(values):
-    """Return the smallest of one value per warpgroup in shared memory."""
-    return gl.min(values.load(gl.BlockedLayout([WARPGROUPS_PADDED], [32], [4], [0])), 0)

@@ -30,6 +30,7 @@ AHEAD: gl.constexpr = gl.constexpr(64.0)
 HEADROOM: gl.constexpr = gl.constexpr(2.0**32)
 
 
+@gluon.constexpr_function
 def _rescale_assembly(width):
     """Assembly of acc · correction for the `width` accumulators of a thread, skipped if no thread of the warp needs it.
 
@@ -52,18 +53,15 @@ def _rescale_assembly(width):
     return "\n".join(lines), ",".join(constraints)
 
 
-RESCALE_32: gl.constexpr = gl.constexpr(_rescale_assembly(32))
-RESCALE_64: gl.constexpr = gl.constexpr(_rescale_assembly(64))
-
-
 @gluon.jit
 def rescale_accumulator(acc, correction, D: gl.constexpr):
     """Return acc · correction; a warp skips the multiplications if all its corrections are 1."""
     correction = gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, acc.type.layout)), 1)
     _, factors = gl.broadcast(acc, correction)
-    RESCALE: gl.constexpr = RESCALE_32 if D == 64 else RESCALE_64
+    WIDTH: gl.constexpr = 32 if D == 64 else 64
+    RESCALE: gl.constexpr = _rescale_assembly(WIDTH)
     return gl.inline_asm_elementwise(
-        RESCALE[0], RESCALE[1], [acc, factors], dtype=gl.float32, is_pure=True, pack=32 if D == 64 else 64
+        RESCALE[0], RESCALE[1], [acc, factors], dtype=gl.float32, is_pure=True, pack=WIDTH
     )
 
 
