@@ -62,11 +62,9 @@ def _extend(plan: HaloPlan, rows: Tensor, parts: Parts, tokens: int) -> list[Ten
         extended[plan.rows_of_exchange[1]] = fetched
         result.append(extended)
     if parts[2] is not None:
-        # no row sees past a head's first key; with nothing before that key, its λ stays
-        log_decay, first, pair = result[-1], first_keys(plan), torch.arange(plan.begins.shape[1], device=rows.device)
-        here = pair // plan.kv_heads, first.clamp(max=log_decay.shape[1] - 1), pair % plan.kv_heads
-        hides = (first > 0) & (first < log_decay.shape[1])
-        log_decay[here] = log_decay[here].masked_fill(hides[:, None], -torch.inf)
+        # no row sees past a head's first key; λ of the first token of all has no part in any score
+        first = first_keys(plan).view(-1, 1, plan.kv_heads, 1)
+        result[-1].scatter_(1, first.expand(-1, -1, -1, result[-1].shape[3]), -torch.inf)
     left = iter(result)
     return [None if x is None else next(left).flatten(2, 6 - x.ndim) for x in parts]  # λ as (B, T, H)
 
