@@ -40,15 +40,19 @@ def add_returned(
     ones. Sums are at least float32, rank by rank, so that their bits repeat."""
     rows, work = returned
     work.wait()
-    own, index = _by_kv_head(plan, totals), [x.split(plan.send) for x in plan.rows_of_exchange[0]]
+    own, (entry, token, head) = _by_kv_head(plan, totals), plan.rows_of_exchange[0]
     # other ranks fetched nothing before this token
     begin = plan.kept if plan.kept >= tokens else 0
+    counts = [count for count in plan.send if count]
+    index = [x.split(counts) for x in (entry, token - begin, head)]
     for x, other, values in zip(own, _by_kv_head(plan, grads), unpack(rows, own), strict=True):
         total = x[:, begin:].to(torch.promote_types(x.dtype, torch.float32))
-        (x if begin else total)[:, :tokens] += other[:, plan.halo : plan.halo + tokens]
-        for entry, token, head, of_rank in zip(*index, values.split(plan.send), strict=True):
-            total[entry, token - begin, head] += of_rank
-        x[:, begin:] = total
+        # not +=, which then copies the sum to itself
+        (x if begin else total)[:, :tokens].add_(other[:, plan.halo : plan.halo + tokens])
+        for *here, of_rank in zip(*index, values.split(counts), strict=True):
+            total[tuple(here)] += of_rank
+        if total.dtype != x.dtype:  # else it is x's memory
+            x[:, begin:] = total
     return list(totals)
 
 

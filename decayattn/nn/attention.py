@@ -98,7 +98,8 @@ class DecayFlashAttention(Spared):
         position: a module called as position(q, k), q (B, T, H, D) and k (B, T, H_kv, D), that returns both in the same
             shapes and dtype: rotary embeddings, for example. With a cache or a context it is called as
             position(q, k, start=start), start (B,) int32 being the positions of the first new tokens; a module that
-            does not take start raises there.
+            does not take start raises there. Without a cache, positions of left-padded rows count the padding: rotary
+            embeddings are the same, absolute ones are not.
         window_size: as in decay_attention, (left, right) in tokens. It bounds a cache, too.
         sink: add a learned logit per head to every softmax, with a zero value vector; initially 0.
         scale: of the scores: a number, default 1/√D; "learned": exp(log_scale_h)/√D, a parameter per head, initially 0.
