@@ -93,11 +93,13 @@ def forward(widths: Widths) -> ForwardConfig:
     if widths.qk == 64:
         # Latency-bound with two warpgroups: the third gains 12 %; four stages, which let them drift apart, 4 to 6 %.
         # Spilled are values that the end of a work tile needs, or (with a window) its partial tiles
-        return ForwardConfig(widths, KEY_TILE, 3, 4, slots=2, spill_bytes=28, registers=160, launch_registers=128)
+        return ForwardConfig(
+            widths, KEY_TILE, warpgroups=3, stages=4, slots=2, spill_bytes=28, registers=160, launch_registers=128
+        )
     if widths.qk == 128:
-        return ForwardConfig(widths, KEY_TILE, 2, 2, slots=2, spill_bytes=12)
+        return ForwardConfig(widths, KEY_TILE, warpgroups=2, stages=2, slots=2, spill_bytes=12)
     # acc takes half of the registers, hence half as many scores; two stages and one slot fill the shared memory
-    return ForwardConfig(widths, KEY_TILE // 2, 2, 2, slots=1, spill_bytes=12)
+    return ForwardConfig(widths, KEY_TILE // 2, warpgroups=2, stages=2, slots=1, spill_bytes=12)
 
 
 @dataclass(frozen=True)
@@ -151,9 +153,13 @@ def backward(widths: Widths) -> BackwardConfig:
     decay per token spills 104 bytes (D = 64), 168 (D = 128), 244 (consume_192.py) and 252 (consume_256.py).
     """
     if widths.qk == 64:
-        return BackwardConfig("consume_128", widths, 64, 1, slots=2, zero_lines=8, spill_bytes=52, rows=128)
+        return BackwardConfig(
+            "consume_128", widths, columns=64, blocks=1, slots=2, spill_bytes=52, rows=128, zero_lines=8
+        )
     if widths.qk == 128:
-        return BackwardConfig("consume_128", widths, 128, 1, slots=3, zero_lines=8, spill_bytes=56)
+        return BackwardConfig("consume_128", widths, columns=128, blocks=1, slots=3, spill_bytes=56, zero_lines=8)
     if widths.read <= 192 and widths.v <= 128:
-        return BackwardConfig("consume_192", widths, 64, 3, slots=3, spill_bytes=160)
-    return BackwardConfig("consume_256", widths, 256, 1, slots=2, spill_bytes=132, keys=KEY_TILE // 2, dk_columns=256)
+        return BackwardConfig("consume_192", widths, columns=64, blocks=3, slots=3, spill_bytes=160)
+    return BackwardConfig(
+        "consume_256", widths, columns=256, blocks=1, slots=2, spill_bytes=132, keys=KEY_TILE // 2, dk_columns=256
+    )
