@@ -66,7 +66,7 @@ class Step:
 
 
 STEPS = (
-    Step("suite", "whole", 10, "{python} -m pytest -v -n {cores} -p no:cacheprovider"),
+    Step("suite", "whole", 14, "{python} -m pytest -v -n {cores} -p no:cacheprovider"),
     Step("fuzz", "whole", 8, EXPERIMENTS + "tools/fuzz_kernels.py --seed {seed} --family 200 --backends triton hopper"
          " --calls {calls} --processes {share} --minutes 7", each=True),
     Step("slices", "whole", 6, EXPERIMENTS + "tools/fuzz_context.py --ranks {gpus} --seed {seed} --family 100"

@@ -89,7 +89,7 @@ def cuda_ranks():
 
 @pytest.fixture(params=[
     pytest.param("cpu", marks=pytest.mark.xdist_group("distributed")),
-    pytest.param("cuda", marks=pytest.mark.xdist_group("gpu")),
+    pytest.param("cuda", marks=pytest.mark.xdist_group("ranks")),
 ])
 def ranks(request: pytest.FixtureRequest):
     """Two processes with a group, on CPUs and on GPUs."""

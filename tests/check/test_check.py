@@ -285,7 +285,6 @@ def test_speed_is_reported_of_a_right_backend_only(monkeypatch, run, capsys):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
-@pytest.mark.xdist_group("gpu")
 def test_gpu_passes_every_section(monkeypatch, capsys):
     """The whole program, with a short timed call."""
     monkeypatch.setattr(calls, "TIMED_SHAPE", (1, 1000, 2))

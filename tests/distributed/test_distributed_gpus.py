@@ -6,7 +6,7 @@ from distributed_pool import Pool
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
-    pytest.mark.xdist_group("gpu"),  # with the other tests that fill GPUs
+    pytest.mark.xdist_group("ranks"),  # with the other tests of ranks on GPUs
 ]
 
 
