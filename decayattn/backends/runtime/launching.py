@@ -57,8 +57,7 @@ def multiprocessors(device: torch.device) -> int:
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager:
     """Make the inputs' GPU the current one, to which launches go, unless it already is."""
-    # a CPU has no index; device.type makes a new string
-    elsewhere = device.index is not None and device.index != torch.cuda.current_device()
+    elsewhere = device.index is not None and device.index != torch.cuda.current_device()  # a CPU has no index
     return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
 
 
