@@ -96,7 +96,7 @@ def forward(
     precomputed: Precomputed | None = None,
 ) -> tuple[Tensor, Tensor | None, Saved]:
     """`attention` without autograd, and the state for `backward`; no tracer sees either."""
-    launcher, sink = registry.loaded(registry.resolve(problem, backend, inputs)), inputs.sink
+    launcher, sink = registry.resolve(problem, backend, inputs), inputs.sink
     if problem.is_empty:
         out = inputs.q.new_empty(_out_shape(problem)) if precomputed is None else precomputed.out
         saved = _allocate_saved(problem, inputs.q)
@@ -120,7 +120,7 @@ def backward(
     d_lse: Tensor | None, requested: GradientRequest, dq: Tensor | None = None,
 ) -> Gradients:
     """Gradients of a `forward`. dq: output buffer for that of q; its last dimension is contiguous."""
-    launcher = registry.loaded(registry.resolve(problem, backend, inputs))
+    launcher = registry.resolve(problem, backend, inputs)
     # hooks of saved tensors may return any strides
     saved = Saved._make([x if x is None else x.contiguous() for x in saved])
     out = out if out.stride(-1) == 1 else out.contiguous()

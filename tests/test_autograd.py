@@ -176,11 +176,12 @@ def test_gradients_at_padding_do_not_reach_the_sink(device):
     assert_equal(torch.autograd.grad([out, lse], list(leaves.values()), [d_out, d_lse]), expected)
 
 
-def test_kernels_take_lazy_negatives_and_saved_strides(device):
-    def lazily(x: Tensor) -> Tensor:
-        """x, but with the other sign in memory."""
-        return torch.complex(x, -x).conj().imag
+def lazily(x: Tensor) -> Tensor:
+    """x, but with the other sign in memory."""
+    return torch.complex(x, -x).conj().imag
 
+
+def test_kernels_take_lazy_negatives_and_saved_strides(device):
     leaves = make(device)
     values, gradients = list(leaves.values()), [torch.randn_like(x) for x in attend(**leaves)]
     expected = torch.autograd.grad(attend(**leaves), values, gradients)
@@ -192,6 +193,21 @@ def test_kernels_take_lazy_negatives_and_saved_strides(device):
     cache = DecayCache(2, 20, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=8)
     with torch.no_grad(), pytest.raises(ValueError, match="got a lazy negative"):
         cache.attend(leaves["q"], lazily(leaves["k"]), leaves["v"], backend="triton")
+
+
+@pytest.mark.parametrize("decay", ["scalar", "constant"])
+def test_decoding_takes_lazy_negatives(decay, device):
+    leaves = make(device, decay, requires_grad=False) | {"sink": torch.randn(4, device=device)}
+    found = []
+    for change in (Tensor.clone, lazily):
+        # one per token is appended, which refuses it
+        names = ["q", "scale", "sink", *(["log_decay"] if decay == "constant" else [])]
+        own = leaves | {name: change(leaves[name]) for name in names}
+        cache = DecayCache(2, 20, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=8, device=device)
+        for tokens in (slice(0, 16), slice(16, 20)):
+            parts = {name: x[:, tokens] if x.ndim > 1 else x for name, x in own.items()}
+            found.append(cache.attend(**parts, backend="triton"))
+    assert_equal(found[2:], found[:2])
 
 
 # torch.func: refused, or right

@@ -132,22 +132,17 @@ def _refuse(name: str, reason: str | None) -> None:
         raise ValueError(f"backend: {name!r} cannot take this problem: {reason}")
 
 
-def resolve(problem: AttentionProblem, name: str, inputs: Inputs) -> str:
+def resolve(problem: AttentionProblem, name: str, inputs: Inputs) -> Backend:
     """Return the named kernel backend, if it takes these tensors, or for "auto" the first profitable one that does."""
-    for kernel in _profitable(problem) if name == "auto" else ():
-        if not objection(problem, kernel, inputs):
-            return kernel
-    _refuse(name, objection(problem, name, inputs))
-    return name
+    for backend in _automatic(problem) if name == "auto" else ():
+        if not backend.unsupported(problem, inputs):
+            return backend
+    _refuse(name, unavailable(name, problem.dtype, problem.device) or loaded(name).unsupported(problem, inputs))
+    return loaded(name)
 
 
 @functools.lru_cache(256)
-def _profitable(problem: AttentionProblem) -> list[str]:
-    """Candidates of "auto" that no other backend is known to beat."""
-    backends = {name: load(name) for name in AUTOMATIC}
-    return [name for name, x in backends.items() if not isinstance(x, str) and x.is_profitable(problem)]
-
-
-def objection(problem: AttentionProblem, name: str, inputs: Inputs) -> str | None:
-    """Reason why the kernel backend does not take this problem with these very tensors, or None."""
-    return unavailable(name, problem.dtype, problem.device) or loaded(name).unsupported(problem, inputs)
+def _automatic(problem: AttentionProblem) -> list[Backend]:
+    """Candidates of "auto" that run here and that no other backend is known to beat."""
+    available = [name for name in AUTOMATIC if unavailable(name, problem.dtype, problem.device) is None]
+    return [x for x in map(loaded, available) if x.is_profitable(problem)]

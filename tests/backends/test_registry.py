@@ -163,14 +163,17 @@ def test_auto_takes_the_faster_backend(length, heads, dim, chosen, monkeypatch):
     if isinstance(hopper, str):
         pytest.skip(hopper)
     monkeypatch.setattr(launching, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(registry, "objection", lambda *arguments: None)
+    monkeypatch.setattr(registry, "unavailable", lambda *arguments: None)
+    monkeypatch.setattr(hopper, "unsupported", lambda *arguments: None)
+    registry._automatic.cache_clear()
     q, v = torch.zeros(1, length, heads, 64), torch.zeros(1, length, heads, dim)
     inputs = Inputs(q, q, v, torch.zeros(heads), scale=0.125)
     asked_for = AttentionProblem.of(q, v, inputs.log_decay, None, True)
-    assert registry.resolve(asked_for, "auto", inputs) == chosen
-    assert registry.resolve(asked_for, "hopper", inputs) == "hopper"
+    assert registry.resolve(asked_for, "auto", inputs) is registry.load(chosen)
+    assert registry.resolve(asked_for, "hopper", inputs) is hopper
     packed = asked_for._replace(layout="packed", sequences=3)  # not measured
-    assert registry.resolve(packed, "auto", inputs) == "hopper"
+    assert registry.resolve(packed, "auto", inputs) is hopper
+    registry._automatic.cache_clear()
 
 
 def test_every_backend_fulfils_its_protocols():

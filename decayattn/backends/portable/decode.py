@@ -91,6 +91,8 @@ def decode(
     read fastest if the tokens of a head are consecutive in memory. A row that sees no key has out 0 and lse −inf, with
     or without a sink.
     """
+    # do not refuse lazy negatives: the tokens of this call are in the cache already
+    inputs = Inputs._make(x.resolve_neg() if isinstance(x, Tensor) else x for x in inputs)
     q, keys, values, log_decay, row_scale = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.row_scale
     batch, query_length, heads, head_dim = q.shape
     max_length, kv_heads, value_dim = values.shape[1:]

@@ -57,7 +57,7 @@ def multiprocessors(device: torch.device) -> int:
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager:
     """Make the inputs' GPU the current one, to which launches go, unless it already is."""
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    elsewhere = device.index is not None and device.index != torch.cuda.current_device()  # a CPU has no index
     return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
 
 
@@ -115,11 +115,11 @@ def of_call(
     own buffers are aligned.
     """
     hooks = triton.knobs.runtime
-    if device.type != "cuda" or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+    if _RUN in compatibility.unused or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         return uncached
-    if _RUN in compatibility.unused or any([x is not None and x.data_ptr() % _ALIGNMENT for x in (*tensors, *saved)]):
-        return uncached
-    return _remembering((device, modes, *[None if x is None else (x.dtype, x.stride()) for x in tensors]))
+    misaligned = any([x.data_ptr() % _ALIGNMENT for x in saved])
+    kinds = [None if x is None else (x.dtype, x.stride(), x.data_ptr() % _ALIGNMENT) for x in tensors]
+    return _remembering((device, modes, misaligned, *kinds)) or uncached
 
 
 class _Remembering:
@@ -149,8 +149,10 @@ class _Remembering:
 
 
 @functools.lru_cache(REMEMBERED)
-def _remembering(kinds: tuple) -> _Remembering:
-    return _Remembering(kinds[0])
+def _remembering(call: tuple) -> _Remembering | None:
+    device, _, misaligned, *kinds = call
+    misaligned = misaligned or any(kind[-1] for kind in kinds if kind is not None)
+    return None if misaligned or device.type != "cuda" else _Remembering(device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

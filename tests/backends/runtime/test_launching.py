@@ -279,6 +279,8 @@ def test_remembered_kernels_are_those_that_triton_chooses(backend, monkeypatch):
 
     def watched(kinds):
         launch = remembering(kinds)
+        if launch is None:
+            return None
 
         def check(kernel, programs, *args, **constants):
             chosen = kernel.warmup(*args, grid=(programs,), **constants)

@@ -49,7 +49,8 @@ def backward(
         given = (q, k, v, log_decay, row_scale, bounds, d_out, d_lse, out, dq)
         # float32 sums by atomics depend on their order; integer ones do not
         deterministic = torch.are_deterministic_algorithms_enabled()
-        modes = (problem, skipping.is_planned(problem), decay_gradient, deterministic)
+        planned = skipping.is_planned(problem)
+        modes = (problem, planned, decay_gradient, deterministic)
         launch = launching.of_call(problem.device, given, *modes, saved=(row_lse2, *prefix, first_block))
         sequences = sequence_blocks.find(problem, bounds, launch)
         sequence_blocks.fill_outside(problem, sequences, (dq, row_scale_grad), launch=launch)
@@ -70,7 +71,7 @@ def backward(
         rates = log_decay.contiguous() if constant else None
         blocks = sequence_blocks.decay_blocks(problem)
         group = problem.num_heads // problem.num_kv_heads
-        modes = Modes.of(problem, row_scales=problem.row_scale, decay_gradient=decay_gradient, group=group)
+        modes = Modes.of(problem, planned, row_scales=problem.row_scale, decay_gradient=decay_gradient, group=group)
         sides = modes.sides
         decay_of_rows = (rates, prefix.beta, prefix.base, problem.key_length, blocks)
         terms = new(head_rows, tiles.row_tiles, sides, tile.rows, bf16_splits.SPLIT_COLUMNS, dtype=torch.bfloat16)

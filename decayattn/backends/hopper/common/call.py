@@ -1,5 +1,6 @@
 """Properties of a call that launches need: modes, descriptors of tensors, limits of a row's view, heads per chunk."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from decayattn.backends.hopper import config
 from decayattn.backends.hopper.common import descriptors
-from decayattn.backends.planning import skipping
+from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.problem import AttentionProblem, DecayName
 
@@ -28,11 +29,10 @@ class Modes:
     group: int = 0  # query heads per head of keys
 
     @classmethod
-    def of(cls, problem: AttentionProblem, **others: int) -> "Modes":
-        return cls(
-            problem.decay, problem.causal, problem.window != (-1, -1), skipping.is_planned(problem),
-            problem.layout != "dense", **others,
-        )
+    @functools.lru_cache(launching.REMEMBERED)
+    def of(cls, problem: AttentionProblem, planned: bool, **others: int) -> "Modes":
+        window, ragged = problem.window != (-1, -1), problem.layout != "dense"
+        return cls(problem.decay, problem.causal, window, planned, ragged, **others)
 
     @property
     def limited(self) -> bool:

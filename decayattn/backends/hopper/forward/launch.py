@@ -31,8 +31,8 @@ def forward(
         sink = None if inputs.sink is None else inputs.sink.contiguous()
         given = (q, k, v, log_decay, row_scale, bounds, sink, None if precomputed is None else out)
         terms = None if precomputed is None else precomputed.terms
-        modes = problem, skipping.is_planned(problem), with_lse, terms is None
-        launch = launching.of_call(problem.device, given, *modes)
+        planned = skipping.is_planned(problem)
+        launch = launching.of_call(problem.device, given, problem, planned, with_lse, terms is None)
         sequences = sequence_blocks.find(problem, bounds, launch)
         sequence_blocks.fill_outside(problem, sequences, results, outputs.OF_NO_KEY, launch=launch)
         widths = config.widths(problem.head_dim, problem.value_dim)
@@ -64,7 +64,7 @@ def forward(
             (score_scale, strided(row_scale)), *limits_of(problem), work_tiles, tiles.row_tiles, problem.num_heads,
             group, heads_together(head_rows, keys_and_values, group), problem.query_length, problem.key_length,
             sequence_blocks.decay_blocks(problem), first_block.shape[-1],
-            MODES=Modes.of(problem, packed=problem.layout == "packed"), TILE=schedule, num_warps=4,
+            MODES=Modes.of(problem, planned, packed=problem.layout == "packed"), TILE=schedule, num_warps=4,
             maxnreg=schedule.launch_registers, launch_pdl=True,
         )
         return out, lse, Saved(row_lse2, *prefix, first_block)
