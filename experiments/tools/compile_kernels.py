@@ -187,7 +187,7 @@ def allowed_spills(backend: str, kernel: str, dim: int, dtype: torch.dtype, path
             return 0
         widths = hopper_config.widths(dim, value_dim_of(backend, dim))
         tile = (hopper_config.forward if kernel == "forward_kernel" else hopper_config.backward)(widths)
-        if kernel == "forward_kernel" or tile.consumers != "consume_192":
+        if kernel == "forward_kernel" or tile.blocks == 1:
             dim = widths.qk
         # P in float32, for the gradient of a constant rate
         in_float32 = (kernel, dim, dtype) == ("gradients_kernel", 64, torch.float16)

@@ -1,8 +1,9 @@
 """Schedules of the Hopper kernels: pure functions of (head dimension, dtype). Nothing is tuned at run time."""
 
+import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from decayattn.backends.runtime.integers import cdiv
 
@@ -49,20 +50,30 @@ def widths(head_dim: int, value_dim: int) -> Widths:
     return Widths(dim, cdiv(head_dim, 64) * 64, max(128, kernel_dim(value_dim, 1)))
 
 
-# modules of decayattn/backends/hopper/backward
-Consumers = Literal["consume_128", "consume_192", "consume_256"]
-
 # registers per thread that the register file of 65,536 allows with two consumer warpgroups
 _REGISTERS, _LAUNCH_REGISTERS = 240, 168
 
 
 @dataclass(frozen=True)
-class ForwardConfig:
+class Constants:
+    """Base of constants that a kernel is compiled for. The kernel gets `values`, and makes the object again.
+
+    Triton's hooks write values as JSON, and it finds compiled kernels by them. So there are no properties: a change of
+    one would leave old kernels in use.
+    """
+
+    @functools.cached_property
+    def values(self) -> tuple:
+        return dataclasses.astuple(self)
+
+
+@dataclass(frozen=True)
+class ForwardConfig(Constants):
     """Schedule of the forward.
 
     The widths of its tiles; keys per tile; consumer warpgroups of 64 rows; stages: key and value tiles in flight;
-    slots: work tiles with their queries in shared memory; spill_bytes: upper bound on register spills; registers per
-    thread.
+    slots: work tiles with their queries in shared memory; spill_bytes: upper bound on register spills; rows of a work
+    tile; registers per thread.
 
     A consumer thread has `registers`. Every thread of the launch has `launch_registers` until the producer gives its
     share away. Both are the most that the register file of 65,536 allows.
@@ -74,17 +85,9 @@ class ForwardConfig:
     stages: int
     slots: int
     spill_bytes: int
+    rows: int = 2 * WARPGROUP_ROWS
     registers: int = _REGISTERS
     launch_registers: int = _LAUNCH_REGISTERS
-
-    @property
-    def rows(self) -> int:
-        return self.warpgroups * WARPGROUP_ROWS
-
-    @property
-    def producer_registers(self) -> int:
-        """Registers per producer thread: the rest of the launch's; the producer has a warpgroup's share."""
-        return (self.warpgroups + 1) * self.launch_registers - self.warpgroups * self.registers
 
 
 @functools.cache
@@ -94,7 +97,8 @@ def forward(widths: Widths) -> ForwardConfig:
         # Latency-bound with two warpgroups: the third gains 12 %; four stages, which let them drift apart, 4 to 6 %.
         # Spilled are values that the end of a work tile needs, or (with a window) its partial tiles
         return ForwardConfig(
-            widths, KEY_TILE, warpgroups=3, stages=4, slots=2, spill_bytes=28, registers=160, launch_registers=128
+            widths, KEY_TILE, warpgroups=3, stages=4, slots=2, spill_bytes=28, rows=3 * WARPGROUP_ROWS, registers=160,
+            launch_registers=128,
         )
     if widths.qk == 128:
         return ForwardConfig(widths, KEY_TILE, warpgroups=2, stages=2, slots=2, spill_bytes=12)
@@ -103,16 +107,14 @@ def forward(widths: Widths) -> ForwardConfig:
 
 
 @dataclass(frozen=True)
-class BackwardConfig:
+class BackwardConfig(Constants):
     """Schedule of the backward.
 
-    consumers: their module; widths of its tiles; columns of a buffer of q or k; blocks: buffers that make up a tile of
-    them; slots for dSᵀ; keys of a work tile; rows of a query tile; stages: tiles of q and dO in flight; zero_lines:
-    lines of dq that one copy zeroes; dk_columns: columns of dk that one copy stores; spill_bytes and registers as in
-    ForwardConfig.
+    widths of its tiles; columns of a buffer of q or k; blocks: buffers that make up a tile of them; slots for dSᵀ; keys
+    of a work tile; rows of a query tile; stages: tiles of q and dO in flight; zero_lines: lines of dq that one copy
+    zeroes; dk_columns: columns of dk that one copy stores; spill_bytes and registers as in ForwardConfig.
     """
 
-    consumers: Consumers
     widths: Widths
     columns: int
     blocks: int
@@ -120,26 +122,14 @@ class BackwardConfig:
     spill_bytes: int
     keys: int = KEY_TILE
     rows: int = 64
+    score_rows: int = 32  # rows of the scores that a warpgroup has at once
+    dq_parts: int = 4  # of a query tile, (64, 64) each
+    common_keys: bool = False  # True if both warpgroups have all keys of a work tile
     stages: int = 2
     zero_lines: int = 2
     dk_columns: int = 64
     registers: int = _REGISTERS
     launch_registers: int = _LAUNCH_REGISTERS
-
-    @property
-    def common_keys(self) -> bool:
-        """True if both warpgroups have all keys of a work tile."""
-        return self.consumers == "consume_256"
-
-    @property
-    def score_rows(self) -> int:
-        """Rows of the scores that a warpgroup has at once."""
-        return self.rows if self.consumers == "consume_128" else self.rows // 2
-
-    @property
-    def dq_parts(self) -> int:
-        """Parts of dq of a query tile, (64, 64) each."""
-        return self.rows * self.widths.qk // 64**2
 
 
 @functools.cache
@@ -154,12 +144,14 @@ def backward(widths: Widths) -> BackwardConfig:
     """
     if widths.qk == 64:
         return BackwardConfig(
-            "consume_128", widths, columns=64, blocks=1, slots=2, spill_bytes=52, rows=128, zero_lines=8
+            widths, columns=64, blocks=1, slots=2, spill_bytes=52, rows=128, score_rows=128, dq_parts=2, zero_lines=8
         )
     if widths.qk == 128:
-        return BackwardConfig("consume_128", widths, columns=128, blocks=1, slots=3, spill_bytes=56, zero_lines=8)
+        return BackwardConfig(
+            widths, columns=128, blocks=1, slots=3, spill_bytes=56, score_rows=64, dq_parts=2, zero_lines=8
+        )
     if widths.read <= 192 and widths.v <= 128:
-        return BackwardConfig("consume_192", widths, columns=64, blocks=3, slots=3, spill_bytes=160)
+        return BackwardConfig(widths, columns=64, blocks=3, slots=3, spill_bytes=160)
     return BackwardConfig(
-        "consume_256", widths, columns=256, blocks=1, slots=2, spill_bytes=132, keys=KEY_TILE // 2, dk_columns=256
+        widths, columns=256, blocks=1, slots=2, spill_bytes=132, keys=KEY_TILE // 2, common_keys=True, dk_columns=256
     )

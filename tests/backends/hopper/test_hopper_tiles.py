@@ -1,6 +1,7 @@
 """Tables of tiles of the Hopper kernels, and addresses of the copy engine. Plain Triton, which runs everywhere."""
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward import launch as launch_backward
 from decayattn.backends.hopper.backward.row_terms import row_terms_kernel
 from decayattn.backends.hopper.common import descriptors, tile_table
+from decayattn.backends.hopper.common.call import Modes
 from decayattn.backends.hopper.forward import launch
 from decayattn.backends.runtime import tma
 from decayattn.backends.runtime.strided import strided
@@ -162,3 +164,15 @@ def test_slices_need_one_token_axis(device):
     assert descriptors.slices_unsupported(x[:1, :2]) is None
     assert descriptors.slices_unsupported(x[:1, :1].expand(1, 2**30 - 1, 4, 64)) is None
     assert "1073741824 tokens" in descriptors.slices_unsupported(x[:1, :1].expand(1, 2**30, 4, 64))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_constants_of_kernels_are_values(dims):
+    """Triton's hooks write them as JSON. Its cache of compiled kernels would not see the change of a property."""
+    widths = config.widths(*dims)
+    forward, backward = config.forward(widths), config.backward(widths)
+    for constants in (forward, backward, Modes.of(packed("cpu", [3])[0], planned=False)):
+        assert json.dumps(constants.values)
+        assert not any(isinstance(x, property) for x in vars(type(constants)).values())
+    assert forward.rows == forward.warpgroups * config.WARPGROUP_ROWS
+    assert backward.dq_parts * 64**2 == backward.rows * widths.qk

@@ -69,6 +69,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from decayattn.backends.hopper import config
 from decayattn.backends.hopper.backward.consume import consume
 from decayattn.backends.hopper.backward.dq import is_loaded, product_keys
 from decayattn.backends.hopper.backward.key_sums import BIT_COLUMNS, bit_weights
@@ -76,6 +77,7 @@ from decayattn.backends.hopper.backward.producer import produce
 from decayattn.backends.hopper.backward.shared import BackwardShared, make_barriers
 from decayattn.backends.hopper.backward.work import KeySchedule
 from decayattn.backends.hopper.backward.zero_dq import allocate_zeros
+from decayattn.backends.hopper.common.call import modes_of
 from decayattn.backends.hopper.common.fragments import (
     COPIES,
     DELTA,
@@ -107,6 +109,12 @@ class BackwardDecay(NamedTuple):
     rate_sums: Tensor | None  # (B, H, blocks, 2): Σ dS (i − j) of a consumer's keys; of a constant decay
 
 
+@gluon.constexpr_function
+def _config_of(values):
+    widths, *others = values
+    return config.BackwardConfig(config.Widths(*widths), *others)
+
+
 # separate arguments: Triton specialises integers in a tuple (for 1 and multiples of 16) despite do_not_specialize
 _INTEGERS = [
     "left", "right", "query_length", "key_length", "blocks", "row_tiles", "key_tiles", "entries", "heads", "together",
@@ -117,7 +125,7 @@ _INTEGERS = [
 def gradients_kernel(
     q_desc, k_desc, v_desc, d_out_desc, terms_desc, dk_desc, dv_desc, dq_fragments, zeros_desc, units, decay, scheduler,
     scale, left, right, query_length, key_length, blocks, row_tiles, key_tiles, entries, heads, together,
-    MODES: gl.constexpr, TILE: gl.constexpr,
+    MODE_VALUES: gl.constexpr, TILE_VALUES: gl.constexpr,
 ):
     """Compute dk and dv of all key tiles over their groups of query heads; add up dq, row sums, and sums of a rate.
 
@@ -132,6 +140,8 @@ def gradients_kernel(
     query_length, key_length, blocks (of the decay prefix): lengths of the axes that hold the sequences
     key_tiles: those of an entry; together: heads of keys that are computed at the same time (KeySchedule)
     """
+    MODES: gl.constexpr = modes_of(MODE_VALUES)
+    TILE: gl.constexpr = _config_of(TILE_VALUES)
     DECAY: gl.constexpr = MODES.decay
     COMMON_KEYS: gl.constexpr = TILE.common_keys
     BLOCKED: gl.constexpr = TILE.blocks > 1

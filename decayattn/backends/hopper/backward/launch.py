@@ -58,7 +58,7 @@ def backward(
         widths = config.widths(problem.head_dim, problem.value_dim)
         dim = widths.qk
         tile = config.backward(widths)
-        adds_from_registers = tile.consumers != "consume_128"
+        adds_from_registers = tile.blocks > 1 or tile.common_keys
         tiles = tile_table.build(
             problem, bounds, tile.rows, tile.keys, last_first=False, of_keys=True, launch=launch
         )
@@ -116,7 +116,7 @@ def backward(
         rate_sums = None
         if decay_gradient and constant:
             rate_sums = new(problem.batch, problem.num_heads, blocks, 2)
-            if bounds is not None or tile.consumers == "consume_256":
+            if bounds is not None or tile.common_keys:
                 rate_sums.zero_()  # there may be more blocks than tiles
         decay_tensors = BackwardDecay(
             rates, prefix.beta, prefix.base, prefix.last_reset, prefix.next_reset, mirror,
@@ -133,7 +133,7 @@ def backward(
             decay_tensors, (row_lse2 if tiles.keys is None else tiles.keys, counters),
             scale if row_factors is None else descriptors.plain(row_factors[1], 1), *limits_of(problem),
             problem.query_length, problem.key_length, blocks, tiles.row_tiles, tiles.key_tiles, entries,
-            problem.num_heads, together, MODES=modes, TILE=tile, num_warps=4,
+            problem.num_heads, together, MODE_VALUES=modes.values, TILE_VALUES=tile.values, num_warps=4,
             maxnreg=tile.launch_registers, launch_pdl=True,
         )
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+from triton.experimental import gluon
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from decayattn.backends.hopper import config
@@ -15,39 +16,39 @@ from decayattn.problem import AttentionProblem, DecayName
 
 
 @dataclass(frozen=True)
-class Modes:
-    """Constants that a kernel is compiled for, apart from its schedule (config.py)."""
+class Modes(config.Constants):
+    """Constants apart from the schedule (config.py)."""
 
     decay: DecayName
     causal: bool
     window: bool
     planned: bool
     ragged: bool  # a table lists the tiles of all sequences; otherwise every batch entry is one sequence
-    packed: bool = False  # of the forward; the others are of the backward
-    row_scales: bool = False  # a scale per row
-    decay_gradient: bool = False
-    group: int = 0  # query heads per head of keys
+    packed: bool  # of the forward; the others are of the backward
+    row_scales: bool  # a scale per row
+    decay_gradient: bool
+    group: int  # query heads per head of keys
+    limited: bool  # some head may have a limited view, because of a window or of a rate that resets at every token
+    row_sums: bool  # the decay's gradient needs row sums of dS; a constant rate's needs sums of keys only
+    sides: int  # of the diagonal that the backward visits in turn: 2 if a decay's sign differs on them
 
     @classmethod
     @functools.lru_cache(launching.REMEMBERED)
-    def of(cls, problem: AttentionProblem, planned: bool, **others: int) -> "Modes":
-        window, ragged = problem.window != (-1, -1), problem.layout != "dense"
-        return cls(problem.decay, problem.causal, window, planned, ragged, **others)
+    def of(
+        cls, problem: AttentionProblem, planned: bool, packed: bool = False, row_scales: bool = False,
+        decay_gradient: bool = False, group: int = 0,
+    ) -> "Modes":
+        decay, window = problem.decay, problem.window != (-1, -1)
+        return cls(
+            decay, problem.causal, window, planned, problem.layout != "dense", packed, row_scales, decay_gradient,
+            group, limited=window or decay == "constant", row_sums=decay_gradient and decay == "scalar",
+            sides=1 if problem.causal or decay == "none" else 2,
+        )
 
-    @property
-    def limited(self) -> bool:
-        """True if some head may have a limited view, because of a window or of a rate that resets at every token."""
-        return self.window or self.decay == "constant"
 
-    @property
-    def row_sums(self) -> bool:
-        """True if the decay's gradient needs row sums of dS; a constant rate's needs sums of keys only."""
-        return self.decay_gradient and self.decay == "scalar"
-
-    @property
-    def sides(self) -> int:
-        """Number of sides of the diagonal that the backward visits in turn: 2 if a decay's sign differs on them."""
-        return 1 if self.causal or self.decay == "none" else 2
+@gluon.constexpr_function
+def modes_of(values):
+    return Modes(*values)
 
 
 def limits_of(problem: AttentionProblem) -> tuple[int, int]:

@@ -55,6 +55,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from decayattn.backends.hopper import config
+from decayattn.backends.hopper.common.call import modes_of
 from decayattn.backends.hopper.common.fragments import DEPTH, WARPGROUP_ROWS
 from decayattn.backends.hopper.common.pipelines import allocate_tiles, allocate_words, make_pipeline
 from decayattn.backends.hopper.common.tile_table import Axes
@@ -72,6 +74,13 @@ from decayattn.backends.hopper.forward.shared import (
 from decayattn.backends.hopper.forward.work import QuerySchedule
 from decayattn.backends.runtime.dependent_launch import wait_for_launch_before
 
+
+@gluon.constexpr_function
+def _config_of(values):
+    widths, *others = values
+    return config.ForwardConfig(config.Widths(*widths), *others)
+
+
 # separate arguments: Triton specialises integers in a tuple (for 1 and multiples of 16) despite do_not_specialize
 _INTEGERS = [
     "left", "right", "work_tiles", "row_tiles", "heads", "group", "together", "query_length", "key_length", "blocks",
@@ -83,7 +92,7 @@ _INTEGERS = [
 def forward_kernel(
     q_desc, k_desc, v_desc, beta_desc, out_desc, row_outputs, decay_tensors, sink, counter, table, scales, left, right,
     work_tiles, row_tiles, heads, group, together, query_length, key_length, blocks, granules,
-    MODES: gl.constexpr, TILE: gl.constexpr,
+    MODE_VALUES: gl.constexpr, TILE_VALUES: gl.constexpr,
 ):
     """out = softmax(s q·kᵀ + decay) v and its log-sum-exp. Launched by programmatic dependent launch.
 
@@ -99,6 +108,8 @@ def forward_kernel(
     group: query heads per head of keys; together: heads that are computed at the same time (QuerySchedule)
     query_length, key_length, blocks (of the decay prefix), granules: lengths of the axes that hold the sequences
     """
+    MODES: gl.constexpr = modes_of(MODE_VALUES)
+    TILE: gl.constexpr = _config_of(TILE_VALUES)
     KIND: gl.constexpr = MODES.decay
     CAUSAL: gl.constexpr = MODES.causal
     SLOTS: gl.constexpr = TILE.slots
@@ -147,13 +158,15 @@ def forward_kernel(
 
     consuming = (shared, schedule, decay, (out_desc, row_outputs), sink, scales)
     producing = (shared, schedule, decay, counter, (q_desc, k_desc, v_desc, beta_desc))
+    # the rest of the launch's: the producer has a warpgroup's share
+    PRODUCER: gl.constexpr = (WARPGROUPS + 1) * TILE.launch_registers - WARPGROUPS * TILE.registers
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [(consume, (consuming, 0)), (consume, (consuming, 1)), (produce, producing)],
-            [4, 1], [TILE.registers, TILE.producer_registers],
+            [4, 1], [TILE.registers, PRODUCER],
         )
     else:
         gl.warp_specialize(
             [(consume, (consuming, 0)), (consume, (consuming, 1)), (consume, (consuming, 2)), (produce, producing)],
-            [4, 4, 1], [TILE.registers, TILE.registers, TILE.producer_registers],
+            [4, 4, 1], [TILE.registers, TILE.registers, PRODUCER],
         )

@@ -64,8 +64,8 @@ def forward(
             (score_scale, strided(row_scale)), *limits_of(problem), work_tiles, tiles.row_tiles, problem.num_heads,
             group, heads_together(head_rows, keys_and_values, group), problem.query_length, problem.key_length,
             sequence_blocks.decay_blocks(problem), first_block.shape[-1],
-            MODES=Modes.of(problem, planned, packed=problem.layout == "packed"), TILE=schedule, num_warps=4,
-            maxnreg=schedule.launch_registers, launch_pdl=True,
+            MODE_VALUES=Modes.of(problem, planned, packed=problem.layout == "packed").values,
+            TILE_VALUES=schedule.values, num_warps=4, maxnreg=schedule.launch_registers, launch_pdl=True,
         )
         return out, lse, Saved(row_lse2, *prefix, first_block)
 
