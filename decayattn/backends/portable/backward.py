@@ -27,8 +27,7 @@ from decayattn.backends.portable.tiles import (
     from_token,
     keys_of_rows,
     load_bias,
-    load_keys,
-    load_queries,
+    load_part,
     load_rows,
     load_tile,
     scores_of_rows,
@@ -140,7 +139,7 @@ def _add_rows(
     if row_scales is not None:
         row_scale = row_scale[None, :]
 
-    q = load_queries(q_source, work, head, start, False, PARTIAL, TRAITS)
+    q = load_part("q", q_source, work, head, start, PARTIAL, TRAITS)
     scoreT = tl.dot(keys.k, tl.trans(q), input_precision=PRECISION, out_dtype=ACCUMULATOR) * (row_scale * LOG2E)
     scoreT = decayed_score(
         scoreT, rows.alpha[None, :], keys.alpha[:, None], difference, decay.rate, rows.position[None, :],
@@ -151,7 +150,7 @@ def _add_rows(
     if PARTIAL:
         scoreT = tl.where(visible(rows.index[None, :], keys.first[:, None], keys.end[:, None]), scoreT, float("-inf"))
     pT = probability(scoreT, lse2[None, :])
-    do = load_queries(d_out_source, work, head, start, True, PARTIAL, TRAITS)
+    do = load_part("d_out", d_out_source, work, head, start, PARTIAL, TRAITS)
     dv = add_product(pT.to(do.dtype), do, sums.dv, PRECISION)
     dpT = tl.dot(keys.v, tl.trans(do), input_precision=PRECISION, out_dtype=ACCUMULATOR)
     dsT = score_gradient(pT, dpT, row_delta[None, :])
@@ -194,8 +193,8 @@ def key_gradients_kernel(
     key = tl.minimum(start + tl.arange(0, BLOCK_N), key_length - 1)
     q_source, d_out_source = TileSource(q_descriptor, inputs.q), TileSource(d_out_descriptor, inputs.d_out)
 
-    k = load_keys(TileSource(k_descriptor, inputs.k), work, kv_head, start, False, True, TRAITS)
-    v = load_keys(TileSource(v_descriptor, inputs.v), work, kv_head, start, True, True, TRAITS)
+    k = load_part("k", TileSource(k_descriptor, inputs.k), work, kv_head, start, True, TRAITS)
+    v = load_part("v", TileSource(v_descriptor, inputs.v), work, kv_head, start, True, TRAITS)
     dk = tl.zeros([BLOCK_N, BLOCK_D], ACCUMULATOR)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], ACCUMULATOR)
     for member in range(0, TRAITS.group):
@@ -258,7 +257,7 @@ def _add_keys(
     if TRAITS.row_cancels:
         lse2 -= difference
     p = probability(score, lse2[:, None])
-    v = load_keys(v_source, work, kv_head, start, True, PARTIAL, TRAITS)
+    v = load_part("v", v_source, work, kv_head, start, PARTIAL, TRAITS)
     dp = tl.dot(queries.d_out, tl.trans(v), input_precision=PRECISION, out_dtype=ACCUMULATOR)
     ds = score_gradient(p, dp, queries.delta[:, None])
     decay_sum, score_sum, distance_sum = sums.decay, sums.score, sums.distance
@@ -317,8 +316,8 @@ def query_gradients_kernel(
     here = offsets.rows + rows.row
     lse2 = tl.load(row_terms.row_lse2 + here)
     row_delta = tl.load(row_terms.delta + here)
-    q = load_queries(TileSource(q_descriptor, inputs.q), work, head, start, False, True, TRAITS)
-    do = load_queries(TileSource(d_out_descriptor, inputs.d_out), work, head, start, True, True, TRAITS)
+    q = load_part("q", TileSource(q_descriptor, inputs.q), work, head, start, True, TRAITS)
+    do = load_part("d_out", TileSource(d_out_descriptor, inputs.d_out), work, head, start, True, TRAITS)
     first, end = keys_of_rows(rows, work, sizes.heads, decay, head_decay.prefix, window, plan, TRAITS)
     queries = QueryTile(q, do, rows, row_scale, lse2, row_delta, first, end)
     tile_begin, full_begin, full_end, tile_end = visited_tiles(first, end, TRAITS.block_n)

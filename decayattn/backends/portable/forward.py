@@ -18,8 +18,7 @@ from decayattn.backends.portable.tiles import (
     decay_of_head,
     from_token,
     keys_of_rows,
-    load_keys,
-    load_queries,
+    load_part,
     load_rows,
     scores_of_rows,
     store_tile,
@@ -68,7 +67,7 @@ def _attend(
     p = probability(score, tile_anchor[:, None])
     correction = rescale(state.row_max, anchor)
     row_sum = state.row_sum * correction + tl.sum(p, 1)
-    v = load_keys(v_source, work, kv_head, start, True, PARTIAL, TRAITS)
+    v = load_part("v", v_source, work, kv_head, start, PARTIAL, TRAITS)
     acc = add_product(p.to(v.dtype), v, state.acc * correction[:, None], PRECISION)
     return Softmax(acc, row_sum, new_max)
 
@@ -111,7 +110,7 @@ def forward_kernel(
     row_scale = rows.scale * LOG2E
     if row_scales is not None:
         row_scale = row_scale[:, None]
-    q = load_queries(TileSource(q_descriptor, inputs.q), work, head, start, False, True, TRAITS)
+    q = load_part("q", TileSource(q_descriptor, inputs.q), work, head, start, True, TRAITS)
     first, end = keys_of_rows(rows, work, sizes.heads, decay, head_decay.prefix, window, plan, TRAITS)
     queries = QueryTile(q, rows, row_scale, first, end)
     tile_begin, full_begin, full_end, tile_end = visited_tiles(first, end, TRAITS.block_n)

@@ -111,21 +111,18 @@ def load_tile(
 
 
 @triton.jit
-def load_queries(source, work, head, start, VALUES: tl.constexpr, MASKED: tl.constexpr, TRAITS: tl.constexpr):
-    """load_tile of q, or of dO if VALUES, from row `start` on of work's sequence."""
-    DIM: tl.constexpr = TRAITS.d_v if VALUES else TRAITS.d
-    WIDTH: tl.constexpr = TRAITS.block_dv if VALUES else TRAITS.block_d
-    first, length = work.first_row, work.query_length
-    return load_tile(source, work.entry, head, first, start, length, TRAITS.block_m, DIM, WIDTH, MASKED)
-
-
-@triton.jit
-def load_keys(source, work, head, start, VALUES: tl.constexpr, MASKED: tl.constexpr, TRAITS: tl.constexpr):
-    """load_tile of k, or of v if VALUES, from token `start` on of work's sequence."""
-    DIM: tl.constexpr = TRAITS.d_v if VALUES else TRAITS.d
-    WIDTH: tl.constexpr = TRAITS.block_dv if VALUES else TRAITS.block_d
-    first, length = work.first_token, work.key_length
-    return load_tile(source, work.entry, head, first, start, length, TRAITS.block_n, DIM, WIDTH, MASKED)
+def load_part(NAME: tl.constexpr, source, work, head, start, MASKED: tl.constexpr, TRAITS: tl.constexpr):
+    """load_tile of "q", "k", "v" or "d_out", from the row or token `start` of work's sequence on."""
+    OF_SCORES: tl.constexpr = NAME == "q" or NAME == "k"
+    DIM: tl.constexpr = TRAITS.d if OF_SCORES else TRAITS.d_v
+    WIDTH: tl.constexpr = TRAITS.block_d if OF_SCORES else TRAITS.block_dv
+    if NAME == "q" or NAME == "d_out":
+        first, length = work.first_row, work.query_length
+        tile = load_tile(source, work.entry, head, first, start, length, TRAITS.block_m, DIM, WIDTH, MASKED)
+    else:
+        first, length = work.first_token, work.key_length
+        tile = load_tile(source, work.entry, head, first, start, length, TRAITS.block_n, DIM, WIDTH, MASKED)
+    return tile
 
 
 @triton.jit
@@ -169,7 +166,7 @@ def scores_of_rows(
     DECAY: tl.constexpr = TRAITS.decay
     rows, prefix, key_length = queries.rows, decay.prefix, work.key_length
     key = start + tl.arange(0, BLOCK_N)
-    k = load_keys(k_source, work, kv_head, start, False, PARTIAL, TRAITS)
+    k = load_part("k", k_source, work, kv_head, start, PARTIAL, TRAITS)
     score = tl.dot(queries.q, tl.trans(k), input_precision=TRAITS.precision, out_dtype=ACCUMULATOR) * scale2
     key_side = key_alpha(key, start, key_length, decay.rate, prefix.beta, DECAY)
     difference = base_difference(rows.anchor, start, decay.rate, prefix.base, prefix.beta, DECAY)

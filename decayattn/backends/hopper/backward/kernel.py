@@ -102,7 +102,7 @@ class BackwardDecay(NamedTuple):
     base: Tensor  # and at the blocks' starts, float64
     last_reset: Tensor
     next_reset: Tensor
-    mirror: Tensor  # for every block of keys, the last granule of rows that visits it (skipping.last_granules); PLANNED
+    mirror: Tensor  # for every block of keys, the last granule of rows that visits it (skipping.last_granules)
     # sums for its gradient; None if it needs none
     row_sums: Tensor | None  # (B, H, T_q): Σ_j dS of a row, added up in memory; of a decay per token
     key_sums: Tensor | None  # (B, H, T_k): Σ_i dS of a key; of a decay per token
@@ -134,11 +134,12 @@ def gradients_kernel(
     dq_fragments: a descriptor of parts; the tensor itself if threads add to it
     units: under deterministic algorithms those of rows (row_terms_kernel), else None
     scale: s; or, with a scale per row, a descriptor of the rows' factors (row_terms.py)
-    scheduler: key_table, the tiles of keys, read only if RAGGED; and counters, 0 (zero_dq.py)
-    left, right: upper bounds on the keys that a row sees before and after its own; read only if WINDOW, right not if
-        CAUSAL
+    scheduler: key_table, the tiles of keys, read only if ragged; and counters, 0 (zero_dq.py)
+    left, right: upper bounds on the keys that a row sees before and after its own; read with a window only, and right
+        only if not causal
     query_length, key_length, blocks (of the decay prefix): lengths of the axes that hold the sequences
     key_tiles: those of an entry; together: heads of keys that are computed at the same time (KeySchedule)
+    MODE_VALUES, TILE_VALUES: the values of a call.Modes and of a config.BackwardConfig
     """
     MODES: gl.constexpr = modes_of(MODE_VALUES)
     TILE: gl.constexpr = _config_of(TILE_VALUES)

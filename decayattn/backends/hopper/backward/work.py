@@ -142,7 +142,7 @@ class KeyWork:
     def rows_of_ends(self, member, last_reset, next_reset, limits):
         """rows_of the first and the last key of the tile, which bound those of all its keys (they grow with the key).
 
-        PLANNED: rows after the last granule that visits the tile do not count (skipping.py).
+        Planned, rows after the last granule that visits the tile do not count (skipping.py).
         """
         first_min, own_min, end_min = self.rows_of(self.bounds.start, last_reset, next_reset, limits)
         last_key = self.bounds.start + self.schedule.TILE.keys - 1

@@ -101,12 +101,13 @@ def forward_kernel(
     row_outputs: lse, or None if not requested, and row_lse2, which the backward reads
     sink: (H,), or None
     counter: the scheduler's, 0; not read if every program has one work tile
-    table: tiles of rows; read only if RAGGED
+    table: tiles of rows; read only if ragged
     scales: s·log2(e), positive, and None; or 1, and the s of every row, Strided (B, T_q, H)
-    left, right: upper bounds on the keys that a row sees before and after its own; read only if WINDOW, right not if
-        CAUSAL
+    left, right: upper bounds on the keys that a row sees before and after its own; read with a window only, and right
+        only if not causal
     group: query heads per head of keys; together: heads that are computed at the same time (QuerySchedule)
     query_length, key_length, blocks (of the decay prefix), granules: lengths of the axes that hold the sequences
+    MODE_VALUES, TILE_VALUES: the values of a call.Modes and of a config.ForwardConfig
     """
     MODES: gl.constexpr = modes_of(MODE_VALUES)
     TILE: gl.constexpr = _config_of(TILE_VALUES)

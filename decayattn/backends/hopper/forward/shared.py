@@ -20,7 +20,7 @@ NORMAL: gl.constexpr = gl.constexpr(0)
 CAREFUL: gl.constexpr = gl.constexpr(1)
 END: gl.constexpr = gl.constexpr(2)
 
-# words of a record (publish, published_work); those from QUERY_LENGTH on are written for RAGGED calls only
+# words of a record (publish, published_work); those from QUERY_LENGTH on are written for ragged calls only
 STATE: gl.constexpr = gl.constexpr(0)
 INDEX: gl.constexpr = gl.constexpr(1)
 TILES: gl.constexpr = gl.constexpr(2)
