@@ -73,6 +73,12 @@ def _constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
+def copied(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """The same of numbers that are new in every call; the host does not wait for the copy."""
+    found = torch.tensor(numbers, dtype=torch.int64)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
+
+
 def all_gather(own: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
     """Every rank's tensor, as (ranks, ·)."""
     everyone = own.new_empty(ranks, *own.shape)

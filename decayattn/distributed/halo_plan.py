@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decayattn.distributed.collectives import Slices, all_gather, on_device
+from decayattn.distributed.collectives import Slices, all_gather, copied, on_device
 from decayattn.distributed.option_check import OptionCheck, refuse_raised
 from decayattn.problem import AttentionProblem, Inputs, is_reset
 
@@ -34,6 +34,7 @@ class HaloPlan:
     kv_heads: int
     hosts: list[list[int]]  # copy of begins on the host
     rows: Sequence[int]  # for every rank: its rows from here on see nothing before the slice
+    fixed: bool = False  # the same in every call, so that a CUDA graph can hold it
 
     @functools.cached_property
     def halo(self) -> int:
@@ -64,20 +65,31 @@ class HaloPlan:
         return min(length, max(0, min(fetched, default=length)))
 
     @functools.cached_property
-    def rows_of_exchange(self) -> tuple[tuple[Tensor, ...], ...]:
-        """(batch entry, token, key head) of rows to send, on the slice's axis, and to fetch, on halo and slice's."""
-        begin, rank, begins = self.slices.begin, self.slices.rank, self.begins
-        starts = on_device(self.slices.offsets, begins.device)[:, None]
-        sent = begins[rank + 1 :].clamp(min=begin)
-        fetched = torch.maximum(begins[rank], starts[:rank])
-        first = torch.cat([sent - begin, fetched - (begin - self.halo)]).flatten()
-        numbers = torch.cat([starts[rank + 1] - sent, starts[1 : rank + 1] - fetched]).clamp(min=0).flatten()
-        counts = sum(self.send), sum(self.receive)
-        segment = torch.arange(len(numbers), device=begins.device).repeat_interleave(numbers, output_size=sum(counts))
-        token = torch.arange(sum(counts), device=begins.device) + (first + numbers - numbers.cumsum(0))[segment]
-        pair = segment % max(1, begins.shape[1])
-        index = pair // self.kv_heads, token, pair % self.kv_heads
-        return tuple(zip(*(x.split(counts) for x in index), strict=True))
+    def sent_rows(self) -> tuple[Tensor, ...]:
+        """(batch entry, token, key head) of rows to send, in the order of an exchange; tokens of the slice."""
+        rank = self.slices.rank
+        return self._rows([(to, rank) for to in range(rank + 1, self.slices.ranks)], self.slices.begin)
+
+    @functools.cached_property
+    def fetched_rows(self) -> tuple[Tensor, ...]:
+        """The same of rows to fetch; tokens of halo and slice."""
+        rank = self.slices.rank
+        return self._rows([(rank, of) for of in range(rank)], self.slices.begin - self.halo)
+
+    def _rows(self, exchanges: Sequence[tuple[int, int]], start: int) -> tuple[Tensor, ...]:
+        """Rows between pairs of ranks (to, of), with tokens that count from `start`."""
+        numbers, total = [], 0
+        for to, of in exchanges:
+            begin, end = self.slices.offsets[of : of + 2]
+            for pair, first in enumerate(self.hosts[to]):
+                if first < end:
+                    first = max(first, begin)
+                    numbers += [pair // self.kv_heads, first - start - total, pair % self.kv_heads, end - first]
+                    total += end - first
+        # four numbers of every run of tokens; few, so that the host does most of the work for all rows
+        runs = (on_device if self.fixed else copied)(tuple(numbers), self.begins.device).view(-1, 4)
+        entry, token, head = runs[:, :3].repeat_interleave(runs[:, 3], 0, output_size=total).unbind(1)
+        return entry, token + torch.arange(total, device=token.device), head
 
 
 def tolerance_share(problem: AttentionProblem) -> float:
@@ -105,7 +117,7 @@ def make_plan(
         rows = slices.lengths if limits.left < 0 else [min(length, limits.left) for length in slices.lengths]
         firsts = tuple(max(0, begin - reach) for begin in slices.offsets[:-1])
         begins = on_device(firsts, problem.device)[:, None].expand(slices.ranks, batch * kv_heads)
-        return HaloPlan(slices, begins, kv_heads, [[first] * batch * kv_heads for first in firsts], rows), None
+        return HaloPlan(slices, begins, kv_heads, [[first] * batch * kv_heads for first in firsts], rows, True), None
     if inputs.q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "reach: expected a number in a CUDA graph, because the host waits for the size of a planned halo, got "
