@@ -147,3 +147,26 @@ def unpack(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         part.clone(memory_format=torch.contiguous_format).view(x.dtype) if factor > 1 else part.to(x.dtype)
         for part, x, factor in zip(parts, like, wider, strict=True)
     ]
+
+
+class RowPart(NamedTuple):
+    """The values of one tensor in rows of bytes."""
+
+    values: Tensor  # (rows, ·): all bytes in the tensor's dtype
+    begin: int  # of the tensor's values in a row
+
+
+def row_parts(rows: Tensor, tensors: Sequence[Tensor | None]) -> list[RowPart | None]:
+    """Places of the tensors (..., ·) in rows of `row_bytes`."""
+    begins = itertools.accumulate(map(_bytes, tensors), initial=0)
+    return [None if x is None else RowPart(rows.view(x.dtype), begin // x.itemsize)
+            for begin, x in zip(begins, tensors, strict=False)]
+
+
+def row_bytes(tensors: Sequence[Tensor | None]) -> int:
+    """Bytes of a row with the last dimension of every tensor."""
+    return sum(map(_bytes, tensors))
+
+
+def _bytes(x: Tensor | None) -> int:
+    return 0 if x is None else -(-x.shape[-1] * x.itemsize // 8) * 8  # a multiple of any dtype's size

@@ -51,6 +51,7 @@ class Settings(NamedTuple):
     limits: ViewLimits
     tolerance: float
     backend: BackendName
+    runs_kernels: bool
     return_lse: bool
     scale: float  # if it is not one per row
 
@@ -71,7 +72,7 @@ def attention(
     rows = slices.length if limits.cu_seqlens is not None else _near_rows(plan, 1 if terms is None else GRANULE)
     if terms is not None:
         terms = terms[0], terms[1][:, :, rows // GRANULE :]  # of blocks and of granules
-    settings = Settings(plan, rows, limits, tolerance, backend, return_lse, inputs.scale)
+    settings = Settings(plan, rows, limits, tolerance, backend, runs_kernels, return_lse, inputs.scale)
     return TwoCalls.apply(*inputs[:5], inputs.sink, settings, terms, check)
 
 
@@ -89,7 +90,7 @@ class TwoCalls(torch.autograd.Function):
         if rows < length:
             far_lse, of_far = _far(inputs, settings).forward(with_lse, Precomputed(out[:, rows:], terms))
         parts = [k, v, None if log_decay is None or log_decay.ndim == 1 else log_decay]
-        extended = fetch_halo(plan, parts, rows, check)
+        extended = fetch_halo(plan, parts, rows, settings.runs_kernels, check)
         near_lse, of_near = _near(inputs, extended, settings).forward(with_lse, Precomputed(out[:, :rows]))
         ctx.of_near = len(of_near)
         ctx.save_for_backward(q, k, v, log_decay, row_scale, sink, out, *extended, *of_near, *of_far)
@@ -123,7 +124,7 @@ class TwoCalls(torch.autograd.Function):
         near = gradients(_near(inputs, extended, settings), of_near, slice(0, rows))
         calls, near_keys = [near], of_keys(near.dk, near.dv, near.d_log_decay)
         exchanges = any(x is not None for x in near_keys)
-        returned = return_gradients(plan, near_keys) if exchanges else None
+        returned = return_gradients(plan, near_keys, settings.runs_kernels) if exchanges else None
         if rows < length:
             far = gradients(_far(inputs, settings), of_far, slice(rows, length))
             calls.append(far)
@@ -131,7 +132,7 @@ class TwoCalls(torch.autograd.Function):
         else:
             added, totals = 0, [None if x is None else x[:, plan.halo :] for x in near_keys]
         if returned is not None:
-            totals = add_returned(plan, returned, totals, near_keys, added)
+            totals = add_returned(plan, returned, totals, near_keys, added, settings.runs_kernels)
         dk, dv, d_log_decay = totals
         if needs_decay and not per_token:
             d_log_decay = functools.reduce(operator.add, [x.d_log_decay for x in calls])

@@ -6,6 +6,7 @@ for an absent one. A row of an exchange is one token of one key head. Rows are s
     rank | batch entry | key head | token        rank: the receiver when sending, the sender when receiving
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,65 +14,65 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decayattn.distributed.collectives import all_to_all, pack, unpack
+from decayattn.distributed.collectives import RowPart, all_to_all, row_bytes, row_parts
 from decayattn.distributed.halo_plan import HaloPlan
 from decayattn.distributed.option_check import OptionCheck
 
 Parts = Sequence[Tensor | None]
 
 
-def fetch_halo(plan: HaloPlan, parts: Parts, tokens: int, check: OptionCheck) -> list[Tensor | None]:
-    """Halo (zeros, hidden by a reset, before a head's first key) and first tokens of each part, after the check."""
-    rows = pack([x[plan.sent_rows] if any(plan.send) else _no_row(x) for x in _by_kv_head(plan, parts)])
+def fetch_halo(plan: HaloPlan, parts: Parts, tokens: int, kernels: bool, check: OptionCheck) -> list[Tensor | None]:
+    """Halo (zeros, hidden by a reset, before a head's first key) and first tokens of each part, after the check.
+
+    kernels: True to move rows by a Triton kernel, False by PyTorch's operators, with the same bits.
+    """
+    rows = _packed(_by_kv_head(plan, parts), plan.sent, sum(plan.send), kernels)
     check.compare()
     received, _ = all_to_all(rows, plan.send, plan.receive, plan.slices.group)
-    return _extend(plan, received, parts, tokens)
+    return _extend(plan, received, parts, tokens, kernels)
 
 
-def return_gradients(plan: HaloPlan, grads: Parts) -> tuple[Tensor, Any]:
+def return_gradients(plan: HaloPlan, grads: Parts, kernels: bool) -> tuple[Tensor, Any]:
     """Start to send the halo's gradients to their owners. Return those sent to this rank, and the work to wait for."""
-    rows = pack([x[plan.fetched_rows] if plan.halo else _no_row(x) for x in _by_kv_head(plan, grads)])
+    rows = _packed(_by_kv_head(plan, grads), plan.fetched, sum(plan.receive), kernels)
     return all_to_all(rows, plan.receive, plan.send, plan.slices.group, async_op=True)
 
 
 def add_returned(
-    plan: HaloPlan, returned: tuple[Tensor, Any], totals: Parts, grads: Parts, tokens: int
+    plan: HaloPlan, returned: tuple[Tensor, Any], totals: Parts, grads: Parts, tokens: int, kernels: bool
 ) -> list[Tensor | None]:
     """Add to the slice's gradients, in place, those of its first tokens on the axis of halo and slice, and the returned
     ones. Sums are at least float32, rank by rank, so that their bits repeat."""
     rows, work = returned
     work.wait()
-    own, counts = _by_kv_head(plan, totals), [count for count in plan.send if count]
-    apart = plan.kept >= tokens  # other ranks fetched nothing before token `kept`
-    one_term = apart and len(counts) < 2
-    begin = plan.kept if apart and not one_term else 0
-    of_ranks = list(zip(*(x.split(counts) for x in plan.sent_rows), strict=True)) if counts else []
-    for x, other, values in zip(own, _by_kv_head(plan, grads), unpack(rows, own), strict=True):
-        total = x[:, begin:].to(x.dtype if one_term else torch.promote_types(x.dtype, torch.float32))
-        # not +=, which then copies the sum to itself
-        (x if begin else total)[:, :tokens].add_(other[:, plan.halo : plan.halo + tokens])
-        for (entry, token, head), of_rank in zip(of_ranks, values.split(counts), strict=True):
-            total[entry, token - begin if begin else token, head] += of_rank
-        if total.dtype != x.dtype:  # else it is x's memory
-            x[:, begin:] = total
+    own, ends = _by_kv_head(plan, totals), [0, *itertools.accumulate(count for count in plan.send if count)]
+    # other ranks fetched nothing before token `kept`
+    one_term = plan.kept >= tokens and len(ends) <= 2
+    wide = [x if x is None or one_term else x.to(torch.promote_types(x.dtype, torch.float32)) for x in own]
+    for x, other in zip(wide, _by_kv_head(plan, grads), strict=True):
+        if x is not None and other is not None:
+            x[:, :tokens].add_(other[:, plan.halo : plan.halo + tokens])
+    for first, last in itertools.pairwise(ends):
+        _move("add", wide, row_parts(rows, own), plan.sent, (first, last), kernels)
+    for x, total in zip(own, wide, strict=True):
+        if x is not None and total is not None and x is not total:
+            x.copy_(total)
     return list(totals)
 
 
-def _extend(plan: HaloPlan, rows: Tensor, parts: Parts, tokens: int) -> list[Tensor | None]:
+def _extend(plan: HaloPlan, rows: Tensor, parts: Parts, tokens: int, kernels: bool) -> list[Tensor | None]:
     """Halo and first tokens of the slice, for each part. Rows that a head has not fetched are 0."""
     if not plan.halo:
         return [None if x is None else x[:, :tokens] for x in parts]
-    tensors, result = _by_kv_head(plan, parts), []
-    for own, fetched in zip(tensors, unpack(rows, tensors), strict=True):
-        extended = pad(own[:, :tokens], (0, 0, 0, 0, plan.halo, 0))
-        extended[plan.fetched_rows] = fetched
-        result.append(extended)
-    if parts[2] is not None:
+    own = _by_kv_head(plan, parts)
+    result = [None if x is None else pad(x[:, :tokens], (0, 0, 0, 0, plan.halo, 0)) for x in own]
+    _move("write", result, row_parts(rows, own), plan.fetched, (0, len(rows)), kernels)
+    if (log_decay := result[2]) is not None:
         # no row sees past a head's first key; λ of the first token of all has no part in any score
         first = first_keys(plan).view(-1, 1, plan.kv_heads, 1)
-        result[-1].scatter_(1, first.expand(-1, -1, -1, result[-1].shape[3]), -torch.inf)
-    left = iter(result)
-    return [None if x is None else next(left).flatten(2, 6 - x.ndim) for x in parts]  # λ as (B, T, H)
+        log_decay.scatter_(1, first.expand(-1, -1, -1, log_decay.shape[3]), -torch.inf)
+        result[2] = log_decay.flatten(2)
+    return result
 
 
 def first_keys(plan: HaloPlan) -> Tensor:
@@ -79,11 +80,38 @@ def first_keys(plan: HaloPlan) -> Tensor:
     return plan.begins[plan.slices.rank] - (plan.slices.begin - plan.halo)
 
 
-def _by_kv_head(plan: HaloPlan, parts: Parts) -> list[Tensor]:
-    """The parts that are not None, as (B, T, H_kv, ·)."""
-    return [x if x.ndim == 4 else x.unflatten(2, (plan.kv_heads, -1)) for x in parts if x is not None]
+def _by_kv_head(plan: HaloPlan, parts: Parts) -> list[Tensor | None]:
+    """The parts as (B, T, H_kv, ·)."""
+    return [x if x is None or x.ndim == 4 else x.unflatten(2, (plan.kv_heads, -1)) for x in parts]
 
 
-def _no_row(x: Tensor) -> Tensor:
-    """What an empty index takes of (B, T, H_kv, ·), in less of the host's time."""
-    return x.new_empty(0, x.shape[3])
+def _packed(tensors: Parts, runs: Tensor, number: int, kernels: bool) -> Tensor:
+    """Rows (number, ·) of the tensors, as bytes."""
+    rows = runs.new_empty(number, row_bytes(tensors), dtype=torch.uint8)
+    _move("read", tensors, row_parts(rows, tensors), runs, (0, number), kernels)
+    return rows
+
+
+def _move(
+    mode: str, tensors: Parts, parts: Sequence[RowPart | None], runs: Tensor, span: tuple[int, int], kernels: bool
+) -> None:
+    """halo_rows.move, by its kernel or in PyTorch's operators."""
+    if span[0] == span[1]:
+        return
+    if kernels:
+        from decayattn.backends.planning import halo_rows  # imports Triton
+
+        return halo_rows.move(mode, tensors, parts, runs, span)
+    index = runs[:, :3].repeat_interleave(runs[:, 3], 0, output_size=next(filter(None, parts)).values.shape[0])
+    entry, token, head = index[slice(*span)].unbind(1)
+    here = entry, token + torch.arange(*span, device=token.device), head
+    for x, part in zip(tensors, parts, strict=True):
+        if x is None or part is None:
+            continue
+        values = part.values[slice(*span), part.begin : part.begin + x.shape[3]]
+        if mode == "read":
+            values.copy_(x[here])
+        elif mode == "write":
+            x[here] = values
+        else:
+            x[here] += values

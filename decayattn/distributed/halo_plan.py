@@ -65,31 +65,33 @@ class HaloPlan:
         return min(length, max(0, min(fetched, default=length)))
 
     @functools.cached_property
-    def sent_rows(self) -> tuple[Tensor, ...]:
-        """(batch entry, token, key head) of rows to send, in the order of an exchange; tokens of the slice."""
+    def sent(self) -> Tensor:
+        """Runs of rows to send: consecutive tokens of the slice, in the order of an exchange. (runs, 5): batch entry,
+        first token − first row, key head, number of rows, row after the last one."""
         rank = self.slices.rank
-        return self._rows([(to, rank) for to in range(rank + 1, self.slices.ranks)], self.slices.begin)
+        return self._runs([(to, rank) for to in range(rank + 1, self.slices.ranks)], self.slices.begin)
 
     @functools.cached_property
-    def fetched_rows(self) -> tuple[Tensor, ...]:
-        """The same of rows to fetch; tokens of halo and slice."""
+    def fetched(self) -> Tensor:
+        """The same of rows to fetch, with tokens of halo and slice."""
         rank = self.slices.rank
-        return self._rows([(rank, of) for of in range(rank)], self.slices.begin - self.halo)
+        return self._runs([(rank, of) for of in range(rank)], self.slices.begin - self.halo)
 
-    def _rows(self, exchanges: Sequence[tuple[int, int]], start: int) -> tuple[Tensor, ...]:
-        """Rows between pairs of ranks (to, of), with tokens that count from `start`."""
-        numbers, total = [], 0
+    def _runs(self, exchanges: Sequence[tuple[int, int]], start: int) -> Tensor:
+        """Runs between pairs of ranks (to, of), with tokens that count from `start`. The host lists them, not a GPU's
+        operators, each of which would take it as long as a launch."""
+        numbers, row = [], 0
         for to, of in exchanges:
             begin, end = self.slices.offsets[of : of + 2]
             for pair, first in enumerate(self.hosts[to]):
                 if first < end:
                     first = max(first, begin)
-                    numbers += [pair // self.kv_heads, first - start - total, pair % self.kv_heads, end - first]
-                    total += end - first
-        # four numbers of every run of tokens; few, so that the host does most of the work for all rows
-        runs = (on_device if self.fixed else copied)(tuple(numbers), self.begins.device).view(-1, 4)
-        entry, token, head = runs[:, :3].repeat_interleave(runs[:, 3], 0, output_size=total).unbind(1)
-        return entry, token + torch.arange(total, device=token.device), head
+                    count = end - first
+                    numbers += [pair // self.kv_heads, first - start - row, pair % self.kv_heads, count, row + count]
+                    row += count
+        if not numbers:
+            return self.begins.new_empty(0, 5)
+        return (on_device if self.fixed else copied)(tuple(numbers), self.begins.device).view(-1, 5)
 
 
 def tolerance_share(problem: AttentionProblem) -> float:

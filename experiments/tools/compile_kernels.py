@@ -43,11 +43,12 @@ from triton.runtime.jit import JITFunction
 
 from decayattn.backends.hopper import backend as hopper
 from decayattn.backends.hopper import config as hopper_config
-from decayattn.backends.planning import halo_bound
+from decayattn.backends.planning import halo_bound, halo_rows
 from decayattn.backends.portable import backend as portable
 from decayattn.backends.portable import config as portable_config
 from decayattn.backends.portable import decode as decoding
 from decayattn.backends.runtime import launching
+from decayattn.distributed.collectives import row_bytes, row_parts
 from decayattn.problem import DECAY_BLOCK, AttentionProblem, GradientRequest, Inputs
 from decayattn.reference import CacheBuffers
 
@@ -84,7 +85,7 @@ PATHS = {
     "narrow": "through pointers, D = 24 for 64, 88 for 128, D_v a third of it, gaps between the numbers of k",
     "small": "so few that the gradients of keys and queries share a launch", "packed": "sequences, with a window",
     "bias": "through pointers, with a bias and its gradient", "decode": "one query row over a key cache",
-    "halo": "the plan of keys that other GPUs have",
+    "halo": "the plan of keys that other GPUs have, and their moves",
 }
 # bytes that a path may spill beyond what config.py grants its tile. "triton": where skipping begins, and a tile of a
 # bias, take registers; a bias has no tiles of its own yet. "hopper", by kernel and head dimension, 192 being that of
@@ -276,7 +277,7 @@ def decode(inputs: Inputs, decay: str) -> None:
 
 
 def plan_halo(problem: AttentionProblem, inputs: Inputs) -> None:
-    """Plan a halo."""
+    """Plan a halo, and move its rows."""
     q, k, log_decay, length = inputs.q, inputs.k, inputs.log_decay, inputs.k.shape[1]
     if log_decay is not None:
         summary = halo_bound.summarise(problem, q, k, log_decay, inputs.scale, length // DECAY_BLOCK)
@@ -284,6 +285,11 @@ def plan_halo(problem: AttentionProblem, inputs: Inputs) -> None:
         for rank, sequence in ((1, None), (2, torch.empty(2, dtype=torch.int64))):  # 1 is no argument
             place = halo_bound.Place((length,) * 3, rank, offsets, 0, length, sequence)
             halo_bound.first_keys(problem, place, everyone, summary, SKIP_TOLERANCE)
+    decays = None if log_decay is None or log_decay.ndim == 1 else log_decay[..., None]
+    tensors, runs = (k, inputs.v, decays), torch.empty(9, 5, dtype=torch.int64)
+    for mode in ("read", "write", "add"):
+        parts = row_parts(torch.empty(64, row_bytes(tensors), dtype=torch.uint8), tensors)
+        halo_rows.move(mode, tensors, parts, runs, (0, 64))
 
 
 @contextlib.contextmanager

@@ -292,8 +292,8 @@ def test_layer_error_on_one_rank_ends_the_others(pool, options, of_last_rank, re
 
 @pytest.mark.parametrize(("where", "options", "inputs"), [
     ("distributed.ulysses.pack", dict(mode="heads"), {}),
-    ("distributed.halo_exchange.pack", dict(reach=3), {}),
-    ("distributed.halo_exchange.pack", dict(reach=3) | PACKED, dict(batch=1)),
+    ("distributed.halo_exchange.row_bytes", dict(reach=3), {}),
+    ("distributed.halo_exchange.row_bytes", dict(reach=3) | PACKED, dict(batch=1)),
     ("distributed.halo_plan._resets", {}, {}),
     ("distributed.halo_plan.is_reset", {}, dict(decay="constant")),
     ("distributed.halo_plan._sequence_at", PACKED, dict(batch=1)),
