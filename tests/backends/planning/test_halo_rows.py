@@ -38,7 +38,7 @@ def tensors_of(seed, device, dtype, decay, dim=5, value_dim=3, group=2):
     (torch.float64, torch.float32), (torch.float16, None),
 ])
 @pytest.mark.parametrize(("pairs", "longest"), [(6, 17), (1, 40), (3, 1)])
-def test_kernel_moves_what_operators_move(mode, dtype, decay, pairs, longest, device):
+def test_kernel_and_operators_move_the_same_rows(mode, dtype, decay, pairs, longest, device):
     runs, number = runs_of(1, device, pairs, longest)
     tensors, parts = (tensors_of(seed, device, dtype, decay) for seed in (2, 3))
     rows = torch.zeros(number, row_bytes(tensors), dtype=torch.uint8, device=device)
