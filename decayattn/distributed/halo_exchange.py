@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from decayattn.distributed.collectives import RowPart, all_to_all, row_bytes, row_parts
-from decayattn.distributed.halo_plan import HaloPlan
+from decayattn.distributed.halo_plan import HaloPlan, Rows
 from decayattn.distributed.option_check import OptionCheck
 
 Parts = Sequence[Tensor | None]
@@ -26,16 +26,16 @@ def fetch_halo(plan: HaloPlan, parts: Parts, tokens: int, kernels: bool, check: 
 
     kernels: True to move rows by a Triton kernel, False by PyTorch's operators, with the same bits.
     """
-    rows = _packed(_by_kv_head(plan, parts), plan.sent, sum(plan.send), kernels)
+    rows = _packed(_by_kv_head(plan, parts), plan.sent, kernels)
     check.compare()
-    received, _ = all_to_all(rows, plan.send, plan.receive, plan.slices.group)
+    received, _ = all_to_all(rows, plan.sent.counts, plan.fetched.counts, plan.slices.group)
     return _extend(plan, received, parts, tokens, kernels)
 
 
 def return_gradients(plan: HaloPlan, grads: Parts, kernels: bool) -> tuple[Tensor, Any]:
     """Start to send the halo's gradients to their owners. Return those sent to this rank, and the work to wait for."""
-    rows = _packed(_by_kv_head(plan, grads), plan.fetched, sum(plan.receive), kernels)
-    return all_to_all(rows, plan.receive, plan.send, plan.slices.group, async_op=True)
+    rows = _packed(_by_kv_head(plan, grads), plan.fetched, kernels)
+    return all_to_all(rows, plan.fetched.counts, plan.sent.counts, plan.slices.group, async_op=True)
 
 
 def add_returned(
@@ -45,15 +45,14 @@ def add_returned(
     ones. Sums are at least float32, rank by rank, so that their bits repeat."""
     rows, work = returned
     work.wait()
-    own, ends = _by_kv_head(plan, totals), [0, *itertools.accumulate(count for count in plan.send if count)]
-    # other ranks fetched nothing before token `kept`
-    one_term = plan.kept >= tokens and len(ends) <= 2
+    own, ends = _by_kv_head(plan, totals), [0, *itertools.accumulate(filter(None, plan.sent.counts))]
+    one_term = plan.sent.first_token >= tokens and len(ends) <= 2
     wide = [x if x is None or one_term else x.to(torch.promote_types(x.dtype, torch.float32)) for x in own]
     for x, other in zip(wide, _by_kv_head(plan, grads), strict=True):
         if x is not None and other is not None:
             x[:, :tokens].add_(other[:, plan.halo : plan.halo + tokens])
     for first, last in itertools.pairwise(ends):
-        _move("add", wide, row_parts(rows, own), plan.sent, (first, last), kernels)
+        _move("add", wide, row_parts(rows, own), plan.sent.runs, (first, last), kernels)
     for x, total in zip(own, wide, strict=True):
         if x is not None and total is not None and x is not total:
             x.copy_(total)
@@ -66,7 +65,7 @@ def _extend(plan: HaloPlan, rows: Tensor, parts: Parts, tokens: int, kernels: bo
         return [None if x is None else x[:, :tokens] for x in parts]
     own = _by_kv_head(plan, parts)
     result = [None if x is None else pad(x[:, :tokens], (0, 0, 0, 0, plan.halo, 0)) for x in own]
-    _move("write", result, row_parts(rows, own), plan.fetched, (0, len(rows)), kernels)
+    _move("write", result, row_parts(rows, own), plan.fetched.runs, (0, len(rows)), kernels)
     if (log_decay := result[2]) is not None:
         # no row sees past a head's first key; λ of the first token of all has no part in any score
         first = first_keys(plan).view(-1, 1, plan.kv_heads, 1)
@@ -85,10 +84,10 @@ def _by_kv_head(plan: HaloPlan, parts: Parts) -> list[Tensor | None]:
     return [x if x is None or x.ndim == 4 else x.unflatten(2, (plan.kv_heads, -1)) for x in parts]
 
 
-def _packed(tensors: Parts, runs: Tensor, number: int, kernels: bool) -> Tensor:
-    """Rows (number, ·) of the tensors, as bytes."""
-    rows = runs.new_empty(number, row_bytes(tensors), dtype=torch.uint8)
-    _move("read", tensors, row_parts(rows, tensors), runs, (0, number), kernels)
+def _packed(tensors: Parts, where: Rows, kernels: bool) -> Tensor:
+    """Rows of the tensors, (rows, ·) as bytes."""
+    rows = where.runs.new_empty(sum(where.counts), row_bytes(tensors), dtype=torch.uint8)
+    _move("read", tensors, row_parts(rows, tensors), where.runs, (0, len(rows)), kernels)
     return rows
 
 

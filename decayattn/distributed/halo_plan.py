@@ -25,6 +25,14 @@ class ViewLimits(NamedTuple):
     max_seqlen: int = 0
 
 
+class Rows(NamedTuple):
+    """Rows of an exchange, in runs of consecutive tokens. A row is one token of one key head."""
+
+    runs: Tensor  # (runs, 5) int64: batch entry, first token − first row, key head, rows, and the row after the last
+    counts: list[int]  # rows for every rank, or of every rank
+    first_token: int  # the least one
+
+
 @dataclass(frozen=True)
 class HaloPlan:
     """Keys that every rank fetches: for a batch entry and key head, all tokens from one up to the rank's slice."""
@@ -43,55 +51,32 @@ class HaloPlan:
         return begin - min(self.hosts[self.slices.rank], default=begin)
 
     @functools.cached_property
-    def send(self) -> list[int]:
-        """Rows (a row is one token of one key head) to send to every rank."""
-        return [self._number(to, self.slices.rank) for to in range(self.slices.ranks)]
-
-    @functools.cached_property
-    def receive(self) -> list[int]:
-        """Rows to receive from every rank."""
-        return [self._number(self.slices.rank, of) for of in range(self.slices.ranks)]
-
-    def _number(self, to: int, of: int) -> int:
-        """Number of rows that rank `to` fetches from rank `of`."""
-        begin, end = self.slices.offsets[of : of + 2]
-        return sum(end - max(first, begin) for first in self.hosts[to] if first < end) if to > of else 0
-
-    @functools.cached_property
-    def kept(self) -> int:
-        """Tokens of this rank's slice before the first one that another rank fetches."""
-        begin, length = self.slices.begin, self.slices.length
-        fetched = [first - begin for firsts in self.hosts[self.slices.rank + 1 :] for first in firsts]
-        return min(length, max(0, min(fetched, default=length)))
-
-    @functools.cached_property
-    def sent(self) -> Tensor:
-        """Runs of rows to send: consecutive tokens of the slice, in the order of an exchange. (runs, 5): batch entry,
-        first token − first row, key head, number of rows, row after the last one."""
+    def sent(self) -> Rows:
+        """Rows that other ranks fetch from this one, with tokens of its slice."""
         rank = self.slices.rank
-        return self._runs([(to, rank) for to in range(rank + 1, self.slices.ranks)], self.slices.begin)
+        return self._rows([(to, rank) for to in range(self.slices.ranks)], self.slices.begin)
 
     @functools.cached_property
-    def fetched(self) -> Tensor:
-        """The same of rows to fetch, with tokens of halo and slice."""
+    def fetched(self) -> Rows:
+        """Rows that this rank fetches, with tokens of halo and slice."""
         rank = self.slices.rank
-        return self._runs([(rank, of) for of in range(rank)], self.slices.begin - self.halo)
+        return self._rows([(rank, of) for of in range(self.slices.ranks)], self.slices.begin - self.halo)
 
-    def _runs(self, exchanges: Sequence[tuple[int, int]], start: int) -> Tensor:
-        """Runs between pairs of ranks (to, of), with tokens that count from `start`. The host lists them, not a GPU's
-        operators, each of which would take it as long as a launch."""
-        numbers, row = [], 0
+    def _rows(self, exchanges: Sequence[tuple[int, int]], start: int) -> Rows:
+        """Rows that rank `to` fetches from rank `of`, for pairs (to, of). The host lists them: it launches one operator
+        on a GPU in the time of this list."""
+        numbers, counts, row, first_token = [], [], 0, self.slices.offsets[-1]
         for to, of in exchanges:
-            begin, end = self.slices.offsets[of : of + 2]
-            for pair, first in enumerate(self.hosts[to]):
+            (begin, end), before = self.slices.offsets[of : of + 2], row
+            for pair, first in enumerate(self.hosts[to] if of < to else ()):
                 if first < end:
-                    first = max(first, begin)
-                    count = end - first
-                    numbers += [pair // self.kv_heads, first - start - row, pair % self.kv_heads, count, row + count]
-                    row += count
-        if not numbers:
-            return self.begins.new_empty(0, 5)
-        return (on_device if self.fixed else copied)(tuple(numbers), self.begins.device).view(-1, 5)
+                    token, count = max(first, begin) - start, end - max(first, begin)
+                    numbers += [pair // self.kv_heads, token - row, pair % self.kv_heads, count, row + count]
+                    row, first_token = row + count, min(first_token, token)
+            counts.append(row - before)
+        device = self.begins.device
+        runs = (on_device if self.fixed else copied)(tuple(numbers), device) if numbers else self.begins.new_empty(0)
+        return Rows(runs.view(-1, 5), counts, first_token)
 
 
 def tolerance_share(problem: AttentionProblem) -> float:

@@ -34,7 +34,7 @@ def move(
     """Move rows of a span. mode: "read" from k, v and λ (B, T, H_kv, ·), "write" to them, or "add".
 
     parts: for each tensor the rows, (rows, ·) in a dtype of its own, and where its values begin in them.
-    runs: HaloPlan.sent or HaloPlan.fetched.
+    runs: as of distributed.halo_plan.Rows.
     """
     device, (first, last) = runs.device, span
     rows = [None if part is None else part[0] for part in parts]
