@@ -6,8 +6,8 @@ an operator takes a sixth of the host time of a small call.
 """
 
 import contextlib
+import functools
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,9 +32,6 @@ class Modes(NamedTuple):
 # numbers of arguments in an operator's schema; the last input is the only one that is not a tensor
 _INPUTS, _TENSORS, _SAVED = len(Inputs._fields), len(Inputs._fields) - 1, len(Saved._fields)
 _CALL = _INPUTS + len(Modes._fields)
-# GradientRequest, of ctx.needs_input_grad
-_requested = operator.itemgetter(*map(Inputs._fields.index, ("log_decay", "bias", "sink")))
-_TAGS = (torch.Tag.pt2_compliant_tag,)
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 _CALL_SCHEMA = (
@@ -77,7 +74,10 @@ def needs_operator(inputs: Inputs) -> bool:
         raise RuntimeError("decay_attention: its kernels have no forward-mode derivative; use backend='reference'")
     is_observed = _is_observed(tensors)
     if is_observed and not torch.compiler.is_compiling():
-        _count_flops()
+        operators = torch.ops.decayattn
+        compatibility.count_flops({
+            operators.forward: functools.partial(_flops, 1, 1), operators.backward: functools.partial(_flops, 3, 2)
+        })
     return is_observed
 
 
@@ -98,7 +98,7 @@ def forward(
     """`attention` without autograd, and the state for `backward`; no tracer sees either."""
     launcher, sink = registry.resolve(problem, backend, inputs), inputs.sink
     if problem.is_empty:
-        out = inputs.q.new_empty(_out_shape(problem)) if precomputed is None else precomputed.out
+        out = inputs.q.new_empty(*inputs.q.shape[:3], problem.value_dim) if precomputed is None else precomputed.out
         saved = _allocate_saved(problem, inputs.q)
         lse: Tensor | None = torch.full_like(saved.row_lse2.fill_(torch.inf), -torch.inf)
         out.zero_()
@@ -135,10 +135,6 @@ def backward(
     if not requested.sink_gradient:
         return gradients
     return gradients._replace(d_sink=_sink_gradient(inputs, out, saved, d_out, d_lse))
-
-
-def _out_shape(problem: AttentionProblem) -> tuple[int, ...]:
-    return problem.batch, problem.query_length, problem.num_heads, problem.value_dim
 
 
 def _allocate_saved(problem: AttentionProblem, q: Tensor, flat_base: bool = False) -> Saved:
@@ -233,7 +229,7 @@ def _forward_fake(*arguments):
         torch.empty_like(saved.row_lse2) if exists else saved.row_lse2.new_empty(0)
         for exists in (with_lse, inputs.sink is not None)
     )
-    return q.new_empty(_out_shape(problem)), lse, *saved._replace(sink_probability=sink_probability)
+    return q.new_empty(*q.shape[:3], problem.value_dim), lse, *saved._replace(sink_probability=sink_probability)
 
 
 def _backward_fake(*arguments):
@@ -241,33 +237,18 @@ def _backward_fake(*arguments):
     return tuple(_tensor(x, saved.row_lse2) for x in _allocate_gradients(inputs, saved, requested))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# FLOPs, as PyTorch counts its own attention: all pairs of a sequence, causal or not, and S again in a backward
+def _flops(of_q: int, of_v: int, *arguments, **_) -> int:
+    """FLOPs of an operator whose products have q's width of_q times and v's of_v times, as PyTorch counts its own.
 
-
-def _pairs(inputs: Inputs) -> int:
-    """Pairs of a query row and a key, over all heads."""
-    batch, rows, heads, _ = inputs.q.shape
-    if inputs.bounds is None or inputs.bounds.is_meta or compatibility.is_fake(inputs.bounds):
-        return batch * heads * rows * inputs.k.shape[1]
-    _, rows_of, _, tokens_of = inputs.bounds.long().unbind(1)
-    return heads * int((rows_of * tokens_of).sum())
-
-
-def _forward_flops(*arguments, **_) -> int:
+    All pairs of a sequence count, causal or not, and a backward counts S again.
+    """
     inputs = _split(arguments)[0]
-    return 2 * _pairs(inputs) * (inputs.q.shape[3] + inputs.v.shape[3])
-
-
-def _backward_flops(*arguments, **_) -> int:
-    inputs = _split(arguments)[0]
-    return 2 * _pairs(inputs) * (3 * inputs.q.shape[3] + 2 * inputs.v.shape[3])
-
-
-def _count_flops() -> None:
-    """Make PyTorch's FlopCounterMode count the operators."""
-    operators = torch.ops.decayattn
-    compatibility.count_flops({operators.forward: _forward_flops, operators.backward: _backward_flops})
+    q, k, v, bounds = inputs.q, inputs.k, inputs.v, inputs.bounds
+    if bounds is None or bounds.is_meta or type(bounds) is not Tensor:  # a fake tensor has no values
+        pairs = q.shape[0] * q.shape[1] * k.shape[1]
+    else:
+        pairs = int((bounds[:, 1].long() * bounds[:, 3]).sum())
+    return 2 * q.shape[2] * pairs * (of_q * q.shape[3] + of_v * v.shape[3])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -288,7 +269,8 @@ def _differentiate(ctx, d_out, d_lse, *_):
     """Gradients of the tensors, in the order of Inputs."""
     kept = ctx.saved_tensors
     inputs, out, saved = Inputs(*kept[:_TENSORS], ctx.scale), kept[_TENSORS], Saved(*kept[_TENSORS + 1 :])
-    requested = GradientRequest(*_requested(ctx.needs_input_grad))
+    needs = Inputs(*ctx.needs_input_grad[:_TENSORS])
+    requested = GradientRequest(needs.log_decay, needs.bias, needs.sink)
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
     gradients = gradients_of(ctx.problem, inputs, ctx.modes, out, saved, d_out, d_lse, requested)
@@ -404,7 +386,7 @@ def _differentiate_operator(ctx, *gradients):
 def _register() -> None:
     library = torch.library
     for name, schema in _SCHEMAS.items():
-        library.define(name, schema, tags=_TAGS)
+        library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
     for name, implementation, fake in (
         ("decayattn::forward", _forward_operator, _forward_fake),
         ("decayattn::backward", _backward_operator, _backward_fake),

@@ -62,12 +62,6 @@ def is_transformed() -> bool:
     return _observers is not None and _observers[1]()
 
 
-def is_fake(x: Tensor) -> bool:
-    """True for a tensor without values, as torch.compile uses while tracing."""
-    fake = sys.modules.get("torch._subclasses.fake_tensor")
-    return fake is not None and isinstance(x, fake.FakeTensor)
-
-
 _modes = _probe(
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
     "a FlopCounterMode that was made before the first call of a kernel counts 0",
@@ -80,13 +74,10 @@ def count_flops(formulas: dict[Any, Callable[..., int]]) -> None:
     counter = sys.modules.get("torch.utils.flop_counter")
     if counter is None:
         return
-    for call, formula in formulas.items():
-        if call not in counter.flop_registry:
-            counter.register_flop_formula(call, get_raw=True)(formula)
-    for mode in _modes() if _modes is not None else ():
-        registry = getattr(getattr(mode, "counter", None), "flop_registry", {})
-        for call in formulas:
-            registry.setdefault(call, counter.flop_registry[call])
+    modes = _modes() if _modes is not None else ()
+    for registered in (counter, *(getattr(mode, "counter", None) for mode in modes)):
+        for call, formula in formulas.items():
+            getattr(registered, "flop_registry", {}).setdefault(call, formula)
 
 
 # context for calls to operators below autograd; None: torch.library.register_autograd makes these calls

@@ -609,9 +609,7 @@ def _check_aligned(bounds: dict[str, Tensor], rows: int, keys: int) -> None:
 
 def _check_integers(name: str, numbers: Tensor, x: Tensor, or_bool: bool = False) -> None:
     expected = "a bool or an integer tensor" if or_bool else "an integer tensor"
-    if not isinstance(numbers, Tensor):
-        raise wrong_type(name, expected, numbers)
-    check_tensor(name, numbers, x.device, "x")
+    check_tensor(name, numbers, x.device, "x", expected)
     if numbers.is_floating_point() or numbers.is_complex() or (numbers.dtype == torch.bool and not or_bool):
         raise TypeError(f"{name}: expected {expected}, got {numbers.dtype}")
 
