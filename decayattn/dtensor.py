@@ -4,7 +4,7 @@ Attention does not mix batch entries or heads, so every rank attends to its own,
 that all ranks hold (a sink with a sharded batch) has a gradient that is a sum over the ranks. For sharded sequences
 there is context parallelism.
 
-torch.distributed.tensor takes half a second to import, so only a call with a DTensor imports it.
+torch.distributed.tensor takes half a second to import, so nothing here does: a DTensor exists only where it is loaded.
 """
 
 import math
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    import torch.distributed.tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
@@ -75,18 +76,18 @@ def attention(
             raise ValueError(f"{name}: expected {number} that is a multiple of its {ranks} ranks, got {size}")
     local = {name: _local(name, tensor, axes[name], splits) for name, tensor in tensors.items()}
     results = function(**local, **options, **unchecked)
-    if not isinstance(results, tuple):
-        return _global(results, axes["out"], splits, mesh)
-    return tuple(_global(x, axes[name], splits, mesh) for x, name in zip(results, ("out", "lse"), strict=True))
+    found = [
+        torch.distributed.tensor.DTensor.from_local(x, mesh, _placements(axes[name], splits, mesh), run_check=False)
+        for name, x in zip(("out", "lse"), results if isinstance(results, tuple) else (results,), strict=False)
+    ]
+    return tuple(found) if isinstance(results, tuple) else found[0]
 
 
 def _split_of(placement: Any, axes: Sequence[str]) -> str | None:
     """Axis of q that one dimension of the mesh shards; None if it replicates."""
-    from torch.distributed.tensor import Shard
-
     if placement.is_replicate():
         return None
-    axis = axes[placement.dim] if type(placement) is Shard else None
+    axis = axes[placement.dim] if type(placement) is torch.distributed.tensor.Shard else None
     if axis == _SEQUENCE:
         raise ValueError(
             f"q: expected shards of the batch or the heads, got shards of the sequence ({placement}); for those pass "
@@ -113,14 +114,12 @@ def _local(name: str, tensor: Any, axes: Sequence[str], splits: Sequence[str | N
     """This rank's part of a checked argument."""
     if not is_dtensor(tensor):
         return tensor
-    from torch.distributed.tensor import Partial
-
     wanted = _placements(axes[max(0, len(axes) - tensor.ndim) :], splits, tensor.device_mesh, tensor.shape)
     for have, want in zip(tensor.placements, wanted, strict=True):
         if not have.is_replicate() and have != want:
             raise ValueError(f"{name}: expected {want} or Replicate(), to match q, got {have}")
     gradient = [
-        Partial() if split is not None and placement.is_replicate() else placement
+        torch.distributed.tensor.Partial() if split is not None and placement.is_replicate() else placement
         for split, placement in zip(splits, wanted, strict=True)
     ]
     return to_local(tensor, wanted, gradient)
@@ -131,12 +130,10 @@ def _placements(
 ) -> list:
     """Placements of a tensor with these axes if q is split so. An axis of size 1 is broadcast to several ranks, so it
     is replicated; a single rank may have it sharded, as q is."""
-    from torch.distributed.tensor import Replicate, Shard
-
     def of(dim: int, split: str | None) -> Any:
         if split not in axes or (shape is not None and shape[axes.index(split)] == 1 and mesh.size(dim) > 1):
-            return Replicate()
-        return Shard(axes.index(split))
+            return torch.distributed.tensor.Replicate()
+        return torch.distributed.tensor.Shard(axes.index(split))
 
     return [of(dim, split) for dim, split in enumerate(splits)]
 
@@ -145,9 +142,3 @@ def to_local(tensor: "DTensor", placements: Sequence, gradient: Sequence) -> Ten
     """This rank's part under these placements; `gradient` has those of its gradient."""
     # redistribute even if nothing moves: its backward sums partial gradients, which a leaf would keep
     return tensor.redistribute(placements=placements).to_local(grad_placements=gradient)
-
-
-def _global(x: Tensor, axes: Sequence[str], splits: Sequence[str | None], mesh: "DeviceMesh") -> "DTensor":
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(x, mesh, _placements(axes, splits, mesh), run_check=False)

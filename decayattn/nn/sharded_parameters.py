@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from decayattn.dtensor import check_dtensor, is_dtensor, to_local
 
 if TYPE_CHECKING:
+    import torch.distributed.tensor
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -17,10 +18,9 @@ def local_part(tensor: Tensor, mesh: "DeviceMesh | None") -> Tensor:
     """This rank's part of a parameter distributed on a mesh (None: unchanged); a replicated gradient is a sum."""
     if mesh is None:
         return tensor
-    from torch.distributed.tensor import Partial
-
     dtensor = check_dtensor("parameter", tensor, mesh)  # outside of the layer's forward, FSDP2 may shard it: raises
-    gradient = [Partial() if placement.is_replicate() else placement for placement in dtensor.placements]
+    partial = torch.distributed.tensor.Partial()
+    gradient = [partial if placement.is_replicate() else placement for placement in dtensor.placements]
     return to_local(dtensor, dtensor.placements, gradient)
 
 
@@ -44,9 +44,8 @@ def fill(destination: Tensor, source: Tensor | Sequence[float]) -> None:
     """Write whole values into a parameter or buffer. For a DTensor this is a collective, with rank 0's values."""
     source = torch.as_tensor(source, dtype=destination.dtype, device=destination.device)
     if is_dtensor(destination):
-        from torch.distributed.tensor import distribute_tensor
-
-        source = distribute_tensor(source, destination.device_mesh, destination.placements)
+        mesh, placements = destination.device_mesh, destination.placements
+        source = torch.distributed.tensor.distribute_tensor(source, mesh, placements)
     destination.copy_(source)
 
 
@@ -55,10 +54,9 @@ def replicated(x: Tensor, mesh: "DeviceMesh") -> Tensor:
 
     One sum covers everything computed from x, as the f of Megatron-LM does (Shoeybi et al., arXiv 1909.08053).
     """
-    from torch.distributed.tensor import DTensor, Replicate
-
-    dtensor = x if is_dtensor(x) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return local_part(dtensor.redistribute(placements=[Replicate()]), mesh)
+    whole_of = [torch.distributed.tensor.Replicate()]
+    dtensor = x if is_dtensor(x) else torch.distributed.tensor.DTensor.from_local(x, mesh, whole_of, run_check=False)
+    return local_part(dtensor.redistribute(placements=whole_of), mesh)
 
 
 class Linear(nn.Linear):
