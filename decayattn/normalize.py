@@ -11,9 +11,9 @@ _AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, scale: Tensor | float | None, causal: bool,
-    window_size: tuple[int, int] | None = None, sink: Tensor | None = None, bias: Tensor | None = None,
-    skip_tolerance: SkipTolerance = None, **lengths: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, scale: Tensor | float | None = None,
+    causal: bool = True, window_size: tuple[int, int] | None = None, sink: Tensor | None = None,
+    bias: Tensor | None = None, skip_tolerance: SkipTolerance = None, **lengths: Tensor | None,
 ) -> tuple[AttentionProblem, Inputs]:
     """Check arguments of decay_attention, and bring them to their full shapes. lengths: those of check_arguments."""
     check_arguments(q, k, v, log_decay, scale, causal, window_size, sink, bias, skip_tolerance, **lengths)
@@ -27,9 +27,9 @@ def dense(
 
 
 def packed(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, scale: Tensor | float | None, causal: bool,
-    window_size: tuple[int, int] | None, sink: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, skip_tolerance: SkipTolerance,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | float | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, scale: Tensor | float | None = None, causal: bool = True,
+    window_size: tuple[int, int] | None = None, sink: Tensor | None = None, skip_tolerance: SkipTolerance = None,
 ) -> tuple[AttentionProblem, Inputs]:
     """Check arguments of decay_attention_varlen, and make them a batch of one entry in full shapes."""
     check_packed_arguments(

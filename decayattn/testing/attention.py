@@ -104,7 +104,7 @@ def verify_attention(
         One Comparison per tensor: out, lse, dq, dk, dv, and, for arguments that are floating tensors, dlog_decay,
         dscale, dbias and dsink.
     """
-    problem, inputs = normalize.dense(q, k, v, log_decay, **{"scale": None, "causal": True, **options})
+    problem, inputs = normalize.dense(q, k, v, log_decay, **options)
     scale, bias, sink = (options.pop(name, None) for name in ("scale", "bias", "sink"))
     arguments = Arguments(q, k, v, log_decay, scale, bias, sink)
     return _judge(problem, arguments, inputs.bounds, grad_out, grad_lse, heads, backend, options | {"attend": attend})
@@ -134,8 +134,7 @@ def verify_attention_varlen(
     for axis in ("q", "k"):
         if options.get(f"max_seqlen_{axis}") is None:
             options[f"max_seqlen_{axis}"] = max([0, *options[f"cu_seqlens_{axis}"].diff().tolist()])
-    defaults = {"scale": None, "causal": True, "window_size": None, "sink": None, "skip_tolerance": None}
-    problem, inputs = normalize.packed(q, k, v, log_decay, **defaults | options)
+    problem, inputs = normalize.packed(q, k, v, log_decay, **options)
     if isinstance(log_decay, Tensor) and log_decay.ndim > 1:
         log_decay = log_decay[None]
     arguments = Arguments(*inputs[:3], log_decay, options.pop("scale", None), None, options.pop("sink", None))

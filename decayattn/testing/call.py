@@ -314,12 +314,11 @@ class Call:
         entry. A missing axis has length 1."""
         if name == "dbias":
             x = x.reshape((1,) * (4 - x.ndim) + x.shape)
-            return [(list(range(len(x))), x.flatten(2))] if x.numel() else []
-        if name != "lse":
+        elif name != "lse":
             x = x.reshape((1,) * (3 - x.ndim) + x.shape).movedim(2, 1)  # a decay (H,), or a scale that broadcasts
         over_tokens = name in OVER_TOKENS
         axis = self.problem.key_length if over_tokens else self.problem.query_length
-        if (x.shape[0], x.shape[2]) != (self.problem.batch, axis):
+        if name == "dbias" or (x.shape[0], x.shape[2]) != (self.problem.batch, axis):
             return [(list(range(len(x))), x.flatten(2))] if x.numel() else []
         together: dict[tuple[int, int], list[SequenceBounds]] = {}
         for bounds in self.bounds:
@@ -328,9 +327,8 @@ class Call:
                 together.setdefault((at.start, at.stop), []).append(bounds)
         found = []
         for (start, stop), all_bounds in together.items():
-            entries = [bounds.entry for bounds in all_bounds]
-            here = x if entries == list(range(len(x))) else x[entries]
-            found.append(([bounds.number for bounds in all_bounds], here[:, :, start:stop].flatten(2)))
+            own = x[[bounds.entry for bounds in all_bounds], :, start:stop]
+            found.append(([bounds.number for bounds in all_bounds], own.flatten(2)))
         return found
 
     def distance(self, name: str, x: Tensor, x64: Tensor) -> Tensor:

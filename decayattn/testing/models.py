@@ -208,19 +208,17 @@ def _gradient_row(
 def _random_numbers(device: torch.device) -> Iterator[Callable[[], tuple]]:
     """Restore the shared random number generators at the end; yield a function that returns their states."""
     numpy = sys.modules.get("numpy")
-    before = random.getstate(), numpy and numpy.random.get_state()
 
     def states() -> tuple:
         on_gpu = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
         return random.getstate(), numpy and str(numpy.random.get_state()), torch.get_rng_state().tolist(), on_gpu
 
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield states
-    finally:
-        random.setstate(before[0])
+    with contextlib.ExitStack() as restored:
+        restored.callback(random.setstate, random.getstate())
         if numpy is not None:
-            numpy.random.set_state(before[1])
+            restored.callback(numpy.random.set_state, numpy.random.get_state())
+        restored.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        yield states
 
 
 def _attention_layers(model: nn.Module) -> list[DecayFlashAttention]:
