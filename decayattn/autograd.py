@@ -238,9 +238,9 @@ def _backward_fake(*arguments):
 
 
 def _flops(of_q: int, of_v: int, *arguments, **_) -> int:
-    """FLOPs of an operator whose products have q's width of_q times and v's of_v times, as PyTorch counts its own.
+    """FLOPs of an operator with of_q products of width D and of_v of width D_v for each pair of a row and a key.
 
-    All pairs of a sequence count, causal or not, and a backward counts S again.
+    As PyTorch counts its own attention: all pairs of a sequence, causal or not, and S again in a backward.
     """
     inputs = _split(arguments)[0]
     q, k, v, bounds = inputs.q, inputs.k, inputs.v, inputs.bounds
@@ -273,17 +273,9 @@ def _differentiate(ctx, d_out, d_lse, *_):
     requested = GradientRequest(needs.log_decay, needs.bias, needs.sink)
     if d_out is None:
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
-    gradients = gradients_of(ctx.problem, inputs, ctx.modes, out, saved, d_out, d_lse, requested)
-    return (
-        gradients.dq,
-        gradients.dk,
-        gradients.dv,
-        gradients.d_log_decay if requested.decay_gradient else None,
-        gradients.d_row_scale if inputs.row_scale is not None else None,
-        None,  # bounds
-        gradients.d_bias if requested.bias_gradient else None,
-        gradients.d_sink if requested.sink_gradient else None,
-    )
+    *of_scores, d_bias, d_sink = gradients_of(ctx.problem, inputs, ctx.modes, out, saved, d_out, d_lse, requested)
+    found = *of_scores, None, d_bias, d_sink  # bounds have none
+    return tuple(x if needed else None for x, needed in zip(found, needs, strict=False))
 
 
 def gradients_of(

@@ -273,12 +273,9 @@ class DecayCache:
         """Replace entry b by a copy of entry index[b], in place, as beam search needs it; index (B,) int32 or int64."""
         check_counts("index", index, self.device, "(B,)", (self.batch_size,), "the cache")
         index = index.to(self.lengths.device)  # before allocation, self.device is None
-        for buffer in (self.keys, self.values, self.alpha):
-            if buffer is not None:
-                used = buffer[:, : self.longest]
-                used.copy_(used.index_select(0, index))
-        for state in (*(getattr(self, name) for name in _STATE), *self._unshifted):
-            state.copy_(state.index_select(0, index))
+        used = [x[:, : self.longest] for x in (self.keys, self.values, self.alpha) if x is not None]
+        for x in (*used, *(getattr(self, name) for name in _STATE), *self._unshifted):
+            x.copy_(x.index_select(0, index))
 
     def select(self, index: Tensor) -> None:
         """Make a batch of the entries index (N,) int32 or int64, in that order, in new buffers; entries may repeat."""

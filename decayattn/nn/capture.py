@@ -53,8 +53,18 @@ class CapturedStep:
         self._function, self._inputs = function, tuple(x.clone() for x in inputs)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._buffers, self._tokens = [_buffers(cache) for cache in self._caches], [0] * len(self._caches)
-        if self._caches[0].keys.is_cuda:
-            self._capture()
+        if not self._caches[0].keys.is_cuda:
+            return
+        with torch.cuda.device(self._caches[0].keys.device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._run_trial()  # compiles, and makes lasting allocations
+                self._tokens, _ = self._run_trial()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            _, self._outputs = self._run_trial(torch.cuda.graph(graph))
+            self._graph = graph
 
     def __call__(self, *inputs: Tensor) -> Any:
         """Return the function's outputs for these inputs."""
@@ -76,19 +86,6 @@ class CapturedStep:
         for cache, tokens in zip(self._caches, self._tokens, strict=True):
             cache.longest += tokens
         return self._outputs
-
-    def _capture(self) -> None:
-        device = self._caches[0].keys.device
-        with torch.cuda.device(device):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._run_trial()  # compiles, and makes lasting allocations
-                self._tokens, _ = self._run_trial()
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            _, self._outputs = self._run_trial(torch.cuda.graph(graph))
-            self._graph = graph
 
     def _run_trial(self, context: Any = None) -> tuple[list[int], Any]:
         """(tokens appended to each cache, outputs) of one call; the caches keep their state."""

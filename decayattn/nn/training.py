@@ -43,12 +43,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
             "model: expected parameters in their own shapes, got FullyShardedDataParallel (FSDP1), which flattens "
             "them; use FSDP2: decayattn.nn.fully_shard_attention, then torch's fully_shard"
         )
-    spared = spared_parameters(model)
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            (others if parameter in spared or parameter.ndim < 2 else decayed).append(parameter)
+    spared = spared_parameters(model) | {parameter for parameter in model.parameters() if parameter.ndim < 2}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed, others = [x for x in trained if x not in spared], [x for x in trained if x in spared]
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
@@ -92,8 +89,7 @@ def record_half_lives(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     of_layers: dict[str, Any] = {name: layer.decay for name, layer in layers.items()}
     inside = {part for decay in of_layers.values() for part in decay.modules()}
     alone = {name: m for name, m in modules.items() if isinstance(m, Decay) and m not in inside}
-    heads = {name: m.num_heads for owners in (layers, alone) for name, m in owners.items()}
-    half_lives = {name: torch.full((count,), math.nan) for name, count in heads.items()}
+    half_lives = {name: torch.full((m.num_heads,), math.nan) for name, m in (layers | alone).items()}
     sums: dict[str, tuple[Any, Any]] = dict.fromkeys(half_lives, (0, 0))
     running: dict[str, dict[str, Any]] = {}  # layers in their forward, with the options of the call
     backward = ModuleTracker()
