@@ -119,34 +119,18 @@ def all_to_all(
     return received, dist.all_to_all_single(*arguments, group=group, async_op=async_op)
 
 
-def pack(parts: Sequence[Tensor], multiple: int = 1) -> Tensor:
-    """Join tensors (..., ·) on the last axis in the first's dtype, wider ones as bits, padded to `multiple` bytes."""
-    carrier = parts[0].dtype
-
-    def carried(x: Tensor) -> Tensor:
-        if x.dtype.itemsize <= carrier.itemsize:
-            return x.to(carrier)
-        # not contiguous(): it leaves the stride of a last dimension of size 1, which may be any
-        return x.clone(memory_format=torch.contiguous_format).view(carrier)
-
-    carriers = [carried(x) for x in parts]
-    filling = -sum(x.shape[-1] for x in carriers) % max(1, multiple // carrier.itemsize)
-    if filling:
-        carriers.append(carriers[0].new_zeros(*parts[0].shape[:-1], filling))
-    return torch.cat(carriers, -1)
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Rows of bytes with the last dimension of every tensor (..., ·)."""
+    rows = tensors[0].new_empty(*tensors[0].shape[:-1], row_bytes(tensors), dtype=torch.uint8)
+    for x, place in zip(tensors, unpack(rows, tensors), strict=True):
+        place.copy_(x)
+    return rows
 
 
 def unpack(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Split rows of `pack` into tensors with the last dimensions and dtypes of `like`."""
-    carrier = rows.dtype
-    wider = [max(1, x.dtype.itemsize // carrier.itemsize) for x in like]
-    widths = [x.shape[-1] * factor for x, factor in zip(like, wider, strict=True)]
-    *parts, _ = rows.split([*widths, rows.shape[-1] - sum(widths)], -1)
-    return [
-        # cloned, because a single row would remain a view that may not be aligned
-        part.clone(memory_format=torch.contiguous_format).view(x.dtype) if factor > 1 else part.to(x.dtype)
-        for part, x, factor in zip(parts, like, wider, strict=True)
-    ]
+    """Views of rows of `pack`, with the last dimensions and dtypes of `like`."""
+    parts = filter(None, row_parts(rows, like))
+    return [part.values.narrow(-1, part.begin, x.shape[-1]) for part, x in zip(parts, like, strict=True)]
 
 
 class RowPart(NamedTuple):
@@ -169,4 +153,5 @@ def row_bytes(tensors: Sequence[Tensor | None]) -> int:
 
 
 def _bytes(x: Tensor | None) -> int:
-    return 0 if x is None else -(-x.shape[-1] * x.itemsize // 8) * 8  # a multiple of any dtype's size
+    # the kernels read keys and values in place, whose strides must be multiples of 16 bytes
+    return 0 if x is None else -(-x.shape[-1] * x.itemsize // 16) * 16

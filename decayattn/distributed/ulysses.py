@@ -87,8 +87,7 @@ def _to_heads(tensors: Sequence[Tensor], kv_heads: int, slices: Slices, check: O
         # (B, T_r, own key heads, ranks, their query heads, ·) → (ranks, T_r, B, ·)
         groups = x.unflatten(2, (kv_heads // ranks, ranks, x.shape[2] // kv_heads))
         parts.append(groups.permute(3, 1, 0, 2, 4, 5).flatten(3))
-    # q, k and v are read in place, and the kernels need rows of a multiple of 16 bytes
-    own = pack(parts, 16).flatten(0, 1)
+    own = pack(parts).flatten(0, 1)
     if check is not None:
         check.compare()
     rows, _ = all_to_all(own, [slices.length] * ranks, slices.lengths, slices.group)

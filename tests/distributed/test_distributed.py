@@ -170,13 +170,13 @@ def test_rows_keep_values_of_any_strides():
 def test_a_forward_and_a_backward_have_one_exchange_each_way(pool):
     case = dict(length=64, batch=2, heads=4, kv_heads=2, dim=16, value_dim=8, dtype=torch.bfloat16)
     halo = pool.run("distributed_cases.sent_bytes", "halo", **case)
-    row = (16 + 8) * 2 + 2 * 4  # k, v and the log-decays of two query heads
-    rows = 2 * 32 * 2
+    # k, v and the log-decays of two query heads, each filled up to a multiple of 16 bytes
+    row, rows = 16 * 2 + 8 * 2 + (2 * 4 + 8), 2 * 32 * 2
     assert halo == [[rows * row, 0], [0, rows * row]]
     heads = pool.run("distributed_cases.sent_bytes", "heads", **case)
     # q, k, v and λ of the other rank's heads there; out and lse back; and their gradients the other way
-    there, back = 2 * (16 * 2 + 4) + (16 + 8) * 2 + 8, 2 * (8 * 2 + 4)  # 120 bytes are filled up to 128
-    assert heads == [[64 * there, 64 * back, 64 * (back + 8), 64 * (there - 8)]] * 2
+    there, back = 2 * 16 * 2 + row, 2 * 8 * 2 + (2 * 4 + 8)
+    assert heads == [[64 * there, 64 * back, 64 * back, 64 * there]] * 2
 
 
 # Ranks that do not agree
