@@ -184,6 +184,21 @@ def test_architectures_equal_eager_attention_or_raise(name):
     assert found["outcome"] == OUTCOMES[name], found
 
 
+def test_mask_of_ones_judges_calls_without_a_mask(monkeypatch):
+    """Eager attention of Moshi in transformers 5.17 is not causal without a mask; a model like that."""
+
+    class Seeing(transformers.LlamaModel):
+        def forward(self, input_ids, attention_mask=None, **options):
+            if attention_mask is None and self.config._attn_implementation == "eager":
+                attention_mask = torch.zeros(len(input_ids), 1, *[input_ids.shape[1]] * 2)
+            return super().forward(input_ids, attention_mask, **options)
+
+    monkeypatch.setattr(transformers, "Seeing", Seeing, raising=False)
+    found = sweep_architectures.judge("Seeing")
+    assert found["outcome"] == "right", found
+    assert "batch-2 last-token batch-1" in found["compared"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_no_architecture_is_wrong(part):
