@@ -153,5 +153,5 @@ def row_bytes(tensors: Sequence[Tensor | None]) -> int:
 
 
 def _bytes(x: Tensor | None) -> int:
-    # the kernels read keys and values in place, whose strides must be multiples of 16 bytes
+    # the kernels read keys and values in place, with strides that are multiples of 16 bytes
     return 0 if x is None else -(-x.shape[-1] * x.itemsize // 16) * 16
