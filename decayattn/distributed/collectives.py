@@ -127,24 +127,11 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     return rows
 
 
-def unpack(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of rows of `pack`, with the last dimensions and dtypes of `like`."""
-    parts = filter(None, row_parts(rows, like))
-    return [part.values.narrow(-1, part.begin, x.shape[-1]) for part, x in zip(parts, like, strict=True)]
-
-
-class RowPart(NamedTuple):
-    """The values of one tensor in rows of bytes."""
-
-    values: Tensor  # (rows, ·): all bytes in the tensor's dtype
-    begin: int  # of the tensor's values in a row
-
-
-def row_parts(rows: Tensor, tensors: Sequence[Tensor | None]) -> list[RowPart | None]:
-    """Places of the tensors (..., ·) in rows of `row_bytes`."""
-    begins = itertools.accumulate(map(_bytes, tensors), initial=0)
-    return [None if x is None else RowPart(rows.view(x.dtype), begin // x.itemsize)
-            for begin, x in zip(begins, tensors, strict=False)]
+def unpack(rows: Tensor, like: Sequence[Tensor | None]) -> list[Any]:
+    """Views of rows of `row_bytes` with the last dimensions and dtypes of `like`; None for None."""
+    begins = itertools.accumulate(map(_bytes, like), initial=0)
+    return [None if x is None else rows[..., begin : begin + x.shape[-1] * x.itemsize].view(x.dtype)
+            for begin, x in zip(begins, like, strict=False)]
 
 
 def row_bytes(tensors: Sequence[Tensor | None]) -> int:

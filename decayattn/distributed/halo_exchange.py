@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decayattn.distributed.collectives import RowPart, all_to_all, row_bytes, row_parts
+from decayattn.distributed.collectives import all_to_all, row_bytes, unpack
 from decayattn.distributed.halo_plan import HaloPlan, Rows
 from decayattn.distributed.option_check import OptionCheck
 
@@ -52,7 +52,7 @@ def add_returned(
         if x is not None and other is not None:
             x[:, :tokens].add_(other[:, plan.halo : plan.halo + tokens])
     for first, last in itertools.pairwise(ends):
-        _move("add", wide, row_parts(rows, own), plan.sent.runs, (first, last), kernels)
+        _move("add", wide, unpack(rows, own), plan.sent.runs, (first, last), kernels)
     for x, total in zip(own, wide, strict=True):
         if x is not None and total is not None and x is not total:
             x.copy_(total)
@@ -65,7 +65,7 @@ def _extend(plan: HaloPlan, rows: Tensor, parts: Parts, tokens: int, kernels: bo
         return [None if x is None else x[:, :tokens] for x in parts]
     own = _by_kv_head(plan, parts)
     result = [None if x is None else pad(x[:, :tokens], (0, 0, 0, 0, plan.halo, 0)) for x in own]
-    _move("write", result, row_parts(rows, own), plan.fetched.runs, (0, len(rows)), kernels)
+    _move("write", result, unpack(rows, own), plan.fetched.runs, (0, len(rows)), kernels)
     if (log_decay := result[2]) is not None:
         # no row sees past a head's first key; λ of the first token of all has no part in any score
         first = first_keys(plan).view(-1, 1, plan.kv_heads, 1)
@@ -87,27 +87,26 @@ def _by_kv_head(plan: HaloPlan, parts: Parts) -> list[Tensor | None]:
 def _packed(tensors: Parts, where: Rows, kernels: bool) -> Tensor:
     """Rows of the tensors, (rows, ·) as bytes."""
     rows = where.runs.new_empty(sum(where.counts), row_bytes(tensors), dtype=torch.uint8)
-    _move("read", tensors, row_parts(rows, tensors), where.runs, (0, len(rows)), kernels)
+    _move("read", tensors, unpack(rows, tensors), where.runs, (0, len(rows)), kernels)
     return rows
 
 
-def _move(
-    mode: str, tensors: Parts, parts: Sequence[RowPart | None], runs: Tensor, span: tuple[int, int], kernels: bool
-) -> None:
+def _move(mode: str, tensors: Parts, rows: Parts, runs: Tensor, span: tuple[int, int], kernels: bool) -> None:
     """halo_rows.move, by its kernel or in PyTorch's operators."""
     if span[0] == span[1]:
         return
     if kernels:
         from decayattn.backends.planning import halo_rows  # imports Triton
 
-        return halo_rows.move(mode, tensors, parts, runs, span)
-    index = runs[:, :3].repeat_interleave(runs[:, 3], 0, output_size=next(filter(None, parts)).values.shape[0])
+        return halo_rows.move(mode, tensors, rows, runs, span)
+    number = next(len(x) for x in rows if x is not None)
+    index = runs[:, :3].repeat_interleave(runs[:, 3], 0, output_size=number)
     entry, token, head = index[slice(*span)].unbind(1)
     here = entry, token + torch.arange(*span, device=token.device), head
-    for x, part in zip(tensors, parts, strict=True):
-        if x is None or part is None:
+    for x, row in zip(tensors, rows, strict=True):
+        if x is None or row is None:
             continue
-        values = part.values[slice(*span), part.begin : part.begin + x.shape[3]]
+        values = row[slice(*span)]
         if mode == "read":
             values.copy_(x[here])
         elif mode == "write":

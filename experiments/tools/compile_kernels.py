@@ -48,7 +48,7 @@ from decayattn.backends.portable import backend as portable
 from decayattn.backends.portable import config as portable_config
 from decayattn.backends.portable import decode as decoding
 from decayattn.backends.runtime import launching
-from decayattn.distributed.collectives import row_bytes, row_parts
+from decayattn.distributed.collectives import row_bytes, unpack
 from decayattn.problem import DECAY_BLOCK, AttentionProblem, GradientRequest, Inputs
 from decayattn.reference import CacheBuffers
 
@@ -288,8 +288,8 @@ def plan_halo(problem: AttentionProblem, inputs: Inputs) -> None:
     decays = None if log_decay is None or log_decay.ndim == 1 else log_decay[..., None]
     tensors, runs = (k, inputs.v, decays), torch.empty(9, 5, dtype=torch.int64)
     for mode in ("read", "write", "add"):
-        parts = row_parts(torch.empty(64, row_bytes(tensors), dtype=torch.uint8), tensors)
-        halo_rows.move(mode, tensors, parts, runs, (0, 64))
+        rows = unpack(torch.empty(64, row_bytes(tensors), dtype=torch.uint8), tensors)
+        halo_rows.move(mode, tensors, rows, runs, (0, 64))
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ distributed/halo_exchange.py has the same in PyTorch's operators, many more of w
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,34 +17,20 @@ _TILE: tl.constexpr = tl.constexpr(16)  # rows of a program
 _RUNS: tl.constexpr = tl.constexpr(64)  # runs that one step of a search reads
 
 
-class Columns(NamedTuple):
-    """Place of a tensor's values in a row of `length` such values, and the width of a tile, a power of 2."""
-
-    begin: int
-    number: int
-    width: int
-    length: int
-
-
 def move(
-    mode: str, tensors: Sequence[Tensor | None], parts: Sequence[tuple[Tensor, int] | None], runs: Tensor,
-    span: tuple[int, int],
+    mode: str, tensors: Sequence[Tensor | None], rows: Sequence[Tensor | None], runs: Tensor, span: tuple[int, int]
 ) -> None:
     """Move rows of a span. mode: "read" from k, v and λ (B, T, H_kv, ·), "write" to them, or "add".
 
-    parts: for each tensor the rows, (rows, ·) in a dtype of its own, and where its values begin in them.
+    rows: for each tensor its values in all rows, (rows, ·).
     runs: as of distributed.halo_plan.Rows.
     """
     device, (first, last) = runs.device, span
-    rows = [None if part is None else part[0] for part in parts]
-    columns: dict[str, Columns | None] = {}
-    for name, x, part in zip(("K", "V", "DECAY"), tensors, parts, strict=True):
-        number = 0 if x is None else x.shape[3]
-        columns[name] = None if part is None else Columns(part[1], number, next_power_of_2(number), part[0].shape[1])
+    widths = [None if x is None else (x.shape[1], next_power_of_2(x.shape[1])) for x in rows]
     with launching.on_device(device):
         launching.of_call(device, (runs, *tensors, *rows), mode)(
-            _move, cdiv(last - first, _TILE.value), runs, runs.shape[0], first, last, *map(strided, tensors), *rows,
-            **columns, MODE=mode, num_warps=4,
+            _move, cdiv(last - first, _TILE.value), runs, runs.shape[0], first, last, *map(strided, (*tensors, *rows)),
+            **dict(zip(("K", "V", "DECAY"), widths, strict=True)), MODE=mode, num_warps=4,
         )
 
 
@@ -73,17 +58,18 @@ def _move(
 
 
 @triton.jit
-def _move_part(x, rows, row, there, entry, token, head, COLUMNS: tl.constexpr, MODE: tl.constexpr):
-    column, strides = tl.arange(0, COLUMNS.width), x.strides
-    inside = there[:, None] & (column < COLUMNS.number)[None, :]
+def _move_part(x, rows, row, there, entry, token, head, WIDTHS: tl.constexpr, MODE: tl.constexpr):
+    """WIDTHS: columns of the tensor and of a tile, a power of 2."""
+    column, strides = tl.arange(0, WIDTHS[1]), x.strides
+    inside = there[:, None] & (column < WIDTHS[0])[None, :]
     of_row = x.data + entry * strides[0] + token * strides[1] + head * strides[2]
     here = of_row[:, None] + column[None, :] * strides[3]
-    buffer = rows + row[:, None] * COLUMNS.length + COLUMNS.begin + column[None, :]
+    buffer = rows.data + row[:, None] * rows.strides[0] + column[None, :]
     if MODE == "read":
         tl.store(buffer, tl.load(here, mask=inside), mask=inside)
     elif MODE == "write":
         tl.store(here, tl.load(buffer, mask=inside), mask=inside)
     else:
-        ACCUMULATOR: tl.constexpr = tl.float64 if rows.dtype.element_ty == tl.float64 else tl.float32
+        ACCUMULATOR: tl.constexpr = tl.float64 if rows.data.dtype.element_ty == tl.float64 else tl.float32
         total = tl.load(here, mask=inside).to(ACCUMULATOR) + tl.load(buffer, mask=inside).to(ACCUMULATOR)
         tl.store(here, total.to(x.data.dtype.element_ty), mask=inside)

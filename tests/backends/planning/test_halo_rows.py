@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from decayattn.distributed import halo_exchange
-from decayattn.distributed.collectives import row_bytes, row_parts
+from decayattn.distributed.collectives import row_bytes, unpack
 
 BATCH, TOKENS, HEADS = 2, 50, 3
 
@@ -42,12 +42,12 @@ def test_kernel_and_operators_move_the_same_rows(mode, dtype, decay, pairs, long
     runs, number = runs_of(1, device, pairs, longest)
     tensors, parts = (tensors_of(seed, device, dtype, decay) for seed in (2, 3))
     rows = torch.zeros(number, row_bytes(tensors), dtype=torch.uint8, device=device)
-    halo_exchange._move("read", parts, row_parts(rows, parts), runs, (0, number), kernels=False)
+    halo_exchange._move("read", parts, unpack(rows, parts), runs, (0, number), kernels=False)
     span = (number // 3, number)  # that of one rank
     results = []
     for kernels in (True, False):
         own, buffer = [None if x is None else x.clone() for x in tensors], rows.clone()
-        halo_exchange._move(mode, own, row_parts(buffer, own), runs, span, kernels)
+        halo_exchange._move(mode, own, unpack(buffer, own), runs, span, kernels)
         results.append([buffer, *own])
     for found, expected, before in zip(*results, [rows, *tensors], strict=True):
         assert (found is None and expected is None) or torch.equal(found, expected)
@@ -60,10 +60,10 @@ def test_sums_of_several_ranks_are_float32(device):
     runs, number = runs_of(1, device, 6, 17)
     parts = tensors_of(2, device, torch.float16, torch.float32)
     rows = torch.zeros(number, row_bytes(parts), dtype=torch.uint8, device=device)
-    halo_exchange._move("read", parts, row_parts(rows, parts), runs, (0, number), kernels=True)
+    halo_exchange._move("read", parts, unpack(rows, parts), runs, (0, number), kernels=True)
     for kernels in (True, False):
         totals = [torch.full(x.shape, 2.0**12, device=device) for x in parts]
-        halo_exchange._move("add", totals, row_parts(rows, parts), runs, (0, number), kernels)
+        halo_exchange._move("add", totals, unpack(rows, parts), runs, (0, number), kernels)
         entry, shift, head, _, _ = runs[0].tolist()
         for total, x in zip(totals, parts, strict=True):
             assert torch.equal(total[entry, shift, head], 2.0**12 + x[entry, shift, head].float())
