@@ -213,7 +213,8 @@ def row_weights(
     elif bias is not None:
         scores = scores + bias.to(dtype)
     if sink is not None:
-        column = rearrange(sink.to(dtype), "h -> 1 h 1 1").expand(*scores.shape[:3], 1)
+        # times 1: else the gradient of one row is a view of that of the scores, and gloo adds up views wrongly
+        column = rearrange(1 * sink.to(dtype), "h -> 1 h 1 1").expand(*scores.shape[:3], 1)
         scores, visible = torch.cat([scores, column], -1), pad(visible, (0, 1), value=True)
     weights, total, lse = masked_softmax(scores, visible)
     return weights[..., : j.shape[0]], total, lse

@@ -203,10 +203,13 @@ def _near(inputs: Inputs, extended: Sequence[Any], settings: Settings) -> Call:
     limits, plan, tokens = settings.limits, settings.plan, k.shape[1]
     if limits.cu_seqlens is None:
         return Call.of(near, settings)
-    longest_query, longest_key = min(limits.max_seqlen, rows), min(limits.max_seqlen, tokens)
-    begins = limits.cu_seqlens - plan.slices.begin
-    bounds = *sequence_spans(begins, rows, longest_query), *sequence_spans(begins + plan.halo, tokens, longest_key)
-    return Call.of(near._replace(bounds=torch.stack(bounds, 1)), settings, (longest_query, longest_key))
+    first, length = sequence_spans(limits.cu_seqlens, plan.slices.offsets[-1], limits.max_seqlen)
+    bounds = []
+    for begin, axis in ((plan.slices.begin, rows), (plan.slices.begin - plan.halo, tokens)):
+        start, end = ((x - begin).clamp(0, axis) for x in (first, first + length))
+        bounds += [start, end - start]
+    longest = min(limits.max_seqlen, rows), min(limits.max_seqlen, tokens)
+    return Call.of(near._replace(bounds=torch.stack(bounds, 1)), settings, longest)
 
 
 def _near_rows(plan: HaloPlan, multiple: int) -> int:
