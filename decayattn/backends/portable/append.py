@@ -51,7 +51,8 @@ def append(
                 strided(cache.alpha), table,
             ),
             NewTokens(strided(k), strided(v), strided(log_decay), counted, new_first), tokens, kv_heads, heads, copies,
-            blocks, TRAITS=AppendTraits(dim, value_dim, copied, summed, padded(dim), padded(value_dim), page),
+            blocks, D=dim, D_V=value_dim, BLOCK_T=copied, BLOCK_S=summed, BLOCK_D=padded(dim),
+            BLOCK_DV=padded(value_dim), PAGE=page,
         )
     return first
 
@@ -78,48 +79,33 @@ class NewTokens(NamedTuple):
     first: Tensor | None
 
 
-class AppendTraits(NamedTuple):
-    """Constants that append_kernel is compiled for, as in kernel_args.Traits."""
-
-    d: int
-    d_v: int
-    block_t: int
-    block_s: int
-    block_d: int
-    block_dv: int
-    page: int  # tokens per page; 0 without a block table
-
-
 @triton.jit
-def append_kernel(held, new, tokens, kv_heads, heads, copies, blocks, TRAITS: tl.constexpr):
+def append_kernel(
+    held, new, tokens, kv_heads, heads, copies, blocks, D: tl.constexpr, D_V: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr,
+):
     """Write NewTokens to HeldTokens: keys and values (the first `copies` programs), or α, first keys, log_evicted."""
     program = tl.program_id(0)
     if program < copies:
-        _copy_tokens(held, new, program, kv_heads, tokens, blocks, TRAITS)
+        # a tile of tokens of one key head
+        tiles = tl.cdiv(tokens, BLOCK_T)
+        batch, head = program // tiles // kv_heads, (program // tiles % kv_heads).to(tl.int64)
+        token = program % tiles * BLOCK_T + tl.arange(0, BLOCK_T)
+        there = tl.load(held.lengths + batch) + token
+        counts = token < _count(new, batch, tokens)
+        inside = token < tokens
+        fits = inside & has_place(there, held.table, blocks, PAGE)
+        tokens_of_tile = (there, token, inside, counts, fits)
+        _copy(held, held.k, new.k, batch, head, tokens_of_tile, blocks, D, BLOCK_D, PAGE)
+        _copy(held, held.v, new.v, batch, head, tokens_of_tile, blocks, D_V, BLOCK_DV, PAGE)
     elif new.log_decay is not None:
-        _continue_alpha(held, new, program - copies, heads, tokens, blocks, TRAITS.block_s, TRAITS.page)
+        _continue_alpha(held, new, program - copies, heads, tokens, blocks, BLOCK_S, PAGE)
 
 
 @triton.jit
 def _count(new, batch, tokens):
     """Number of an entry's new tokens that count."""
     return tokens if new.counted is None else tl.load(new.counted + batch)
-
-
-@triton.jit
-def _copy_tokens(held, new, tile, kv_heads, tokens, blocks, TRAITS: tl.constexpr):
-    """Copy a tile of tokens of one key head."""
-    BLOCK_T: tl.constexpr = TRAITS.block_t
-    tiles = tl.cdiv(tokens, BLOCK_T)
-    batch, head = tile // tiles // kv_heads, (tile // tiles % kv_heads).to(tl.int64)
-    token = tile % tiles * BLOCK_T + tl.arange(0, BLOCK_T)
-    there = tl.load(held.lengths + batch) + token
-    counts = token < _count(new, batch, tokens)
-    inside = token < tokens
-    fits = inside & has_place(there, held.table, blocks, TRAITS.page)
-    tokens_of_tile = (there, token, inside, counts, fits)
-    _copy(held, held.k, new.k, batch, head, tokens_of_tile, blocks, TRAITS.d, TRAITS.block_d, TRAITS.page)
-    _copy(held, held.v, new.v, batch, head, tokens_of_tile, blocks, TRAITS.d_v, TRAITS.block_dv, TRAITS.page)
 
 
 @triton.jit

@@ -12,7 +12,6 @@ first_i ≤ j ≤ i; if γ is a reset, only its own token.
 Tiles: q (BLOCK_M, D) · k (BLOCK_N, D) · v (BLOCK_N, D_v) · score, p (BLOCK_M, BLOCK_N) · acc (BLOCK_M, D_v)
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from decayattn.backends.portable import config
-from decayattn.backends.portable.config import padded
-from decayattn.backends.portable.kernel_args import TileSource
+from decayattn.backends.portable.config import TileConfig, padded
+from decayattn.backends.portable.kernel_args import TileSource, Traits
 from decayattn.backends.portable.pages import CachedTokens, entry_start, table_and_blocks, token_offset
 from decayattn.backends.portable.tiles import add_product, load_scale, load_tile
 from decayattn.backends.runtime import launching
@@ -40,7 +39,7 @@ from decayattn.backends.tiles.scores import (
     with_sink,
 )
 from decayattn.backends.tiles.visibility import keys_seen, visited_tiles
-from decayattn.problem import DecayName, Inputs
+from decayattn.problem import Inputs
 
 # Times below: one H200, bfloat16, H32 H_kv8 D128 over 32,768 tokens, a decay per token; from a single sweep.
 # `python experiments/benchmarks/sequences.py --what decode` measures the chosen values.
@@ -53,25 +52,18 @@ _TILES_PER_SPLIT = 2
 _MAX_SPLITS = 64
 
 
-@dataclass(frozen=True)
-class DecodeTile:
-    """Keys per tile, upper bound on the query rows per tile, and the launch's warps and stages."""
+def choose(gpu: str, dim: int, dtype: torch.dtype) -> TileConfig:
+    """Choose the tile from config.arch's name of the GPU, the larger padded head dimension and the dtype.
 
-    block_n: int
-    max_block_m: int
-    num_warps: int
-    num_stages: int
-
-
-def choose(gpu: str, dim: int, dtype: torch.dtype) -> DecodeTile:
-    """Choose the tile from config.arch's name of the GPU, the larger padded head dimension and the dtype."""
+    block_m is an upper bound: a tile has no more rows than the call, padded.
+    """
     if dtype.itemsize == 2:
         # with 64 rows ptxas serialises the products (sm_90, D = 64, a decay per token); B64: 2.10 ms, with 32 keys
         # 2.14, with 128 keys 2.22
         stages = 2 if gpu == "small" else 3  # three take 68 KB (gfx942, D = 128)
-        return DecodeTile(64 if dim <= 128 else 32, 32, 4, stages)
+        return TileConfig(32, 64 if dim <= 128 else 32, 4, stages)
     # products of float32 and float64 are unrolled instructions: with 32 rows they spill registers (sm_90, D = 128)
-    return DecodeTile(32 if dim <= 128 else 16, 16, 4, 1)
+    return TileConfig(16, 32 if dim <= 128 else 16, 4, 1)
 
 
 def number_of_splits(programs: int, key_tiles: int, multiprocessors: int) -> int:
@@ -108,7 +100,7 @@ def decode(
         group = heads // kv_heads
         rows = query_length * group
         tile = choose(config.arch(q.device), max(padded(head_dim), padded(value_dim)), q.dtype)
-        block_m = min(padded(rows), tile.max_block_m)
+        block_m = min(padded(rows), tile.block_m)
         row_tiles = cdiv(rows, block_m)
         programs = row_tiles * batch * kv_heads
         most_keys = max_length if longest is None else longest
@@ -120,7 +112,7 @@ def decode(
             q.new_empty(batch * kv_heads * rows, splits, value_dim, dtype=accumulator),
             *(q.new_empty(batch * kv_heads * rows, splits, dtype=accumulator) for _ in range(2)),
         )
-        traits = DecodeTraits(
+        traits = Traits(
             group=group, d=head_dim, d_v=value_dim, block_m=block_m, block_n=tile.block_n, block_d=padded(head_dim),
             block_dv=padded(value_dim),
             decay="scalar" if alpha is not None else "constant" if log_decay is not None else "none",
@@ -150,21 +142,6 @@ class Parts(NamedTuple):
     acc: Tensor  # (…, splits, D_v); unwritten where row_sum is 0
     row_max: Tensor
     row_sum: Tensor
-
-
-class DecodeTraits(NamedTuple):
-    """Constants that split_kernel is compiled for, as in kernel_args.Traits."""
-
-    group: int
-    d: int
-    d_v: int
-    block_m: int
-    block_n: int
-    block_d: int
-    block_dv: int
-    decay: DecayName
-    precision: str
-    page: int  # tokens per page; 0 without a block table
 
 
 @triton.jit

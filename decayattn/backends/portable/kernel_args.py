@@ -73,8 +73,6 @@ class KeyGradients(NamedTuple):
 class Traits(NamedTuple):
     """Constants that an attention kernel is compiled for."""
 
-    packed: bool  # sequences.constants
-    searches: int
     group: int  # query heads that share a key head
     d: int  # head dimensions of q and k, and of v
     d_v: int
@@ -83,10 +81,13 @@ class Traits(NamedTuple):
     block_d: int
     block_dv: int
     decay: DecayName
-    causal: bool
-    row_cancels: bool  # tiles.scores.decayed_score
     precision: str  # of products
+    packed: bool = False  # sequences.constants
+    searches: int = 1
+    causal: bool = True
+    row_cancels: bool = False  # tiles.scores.decayed_score
     shared_bias: bool = False  # several scores share one entry of the bias's gradient, which is their sum
+    page: int = 0  # tokens per page of a cache; 0 without a block table
 
 
 def broadcast(x: Tensor | None) -> Strided | None:
