@@ -115,7 +115,10 @@ def backward(
         of_keys = kernel_args.KeyGradients(strided(dk), strided(dv), column_sums)
         d_bias, shared_bias = None, False
         if bias is not None and bias_gradient:
-            d_bias, shared_bias = _bias_gradient(problem, bias, row_lse2, deterministic)
+            # an entry per score if deterministic, added up in order at the end
+            full = (problem.batch, problem.num_heads, problem.query_length, problem.key_length)
+            d_bias = row_lse2.new_zeros(full if deterministic else (1,) * (4 - bias.ndim) + tuple(bias.shape))
+            shared_bias = d_bias.shape != full
         of_queries = kernel_args.QueryGradients(strided(dq), decay_sums, row_scale_grad, broadcast(d_bias))
         precision, most = config.dot_precision(), _MOST_PROGRAMS_OF_BOTH * launching.multiprocessors(problem.device)
         tile = _small_tile(problem, config.arch(problem.device), most, gradients=True)
@@ -163,15 +166,6 @@ def _decay(problem: AttentionProblem, log_decay: Tensor | None, prefix: DecayPre
     if problem.decay == "constant":
         return Decay(log_decay, log_decay.stride(0))
     return Decay(prefix=prefix)
-
-
-def _bias_gradient(problem: AttentionProblem, bias: Tensor, like: Tensor, deterministic: bool) -> tuple[Tensor, bool]:
-    """Zero buffer for dbias in like's dtype, an entry per score if deterministic; True if scores share an entry."""
-    full = (problem.batch, problem.num_heads, problem.query_length, problem.key_length)
-    shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
-    if deterministic:
-        shape = full
-    return like.new_zeros(shape), shape != full
 
 
 def _tiles(kernel: config.Kernel, problem: AttentionProblem, *tiled: Tensor) -> TileConfig:
