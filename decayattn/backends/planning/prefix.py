@@ -225,7 +225,7 @@ def _block_totals(
 
     A program has the blocks of HEADS heads.
     """
-    work = tile_of_program(sequences, heads // HEADS, 0, length, BLOCK, True, False, PACKED, SEARCHES)
+    work = tile_of_program(sequences, heads // HEADS, 0, length, BLOCK, True, PACKED, SEARCHES)
     length = work.key_length
     if sequences is not None:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
         if work.start >= length:
@@ -294,7 +294,7 @@ def _scan_blocks(
     if sums is None:
         work = sequence_of_program(sequences, heads, 0, length, PACKED)
     else:
-        work = tile_of_program(sequences, heads, 0, length, BLOCK, True, False, PACKED, SEARCHES)
+        work = tile_of_program(sequences, heads, 0, length, BLOCK, True, PACKED, SEARCHES)
     start, length = work.start, work.key_length
     _, token_row, block_row = offsets_of_head(sequences, work, work.head, heads, PACKED)
     if sequences is not None:  # noqa: SIM102
@@ -372,7 +372,7 @@ def _segment_heads(
     PACKED: tl.constexpr, SEARCHES: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Per block: the sum of dα from its start up to its first reset, the part that earlier blocks add to theirs."""
-    work = tile_of_program(sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES)
+    work = tile_of_program(sequences, heads, query_length, key_length, BLOCK, True, PACKED, SEARCHES)
     start, key_length = work.start, work.key_length
     query_row, token_row, block_row = offsets_of_head(sequences, work, work.head, heads, PACKED)
     if sequences is not None:  # noqa: SIM102
@@ -426,7 +426,7 @@ def _reverse_sums(
     if heads_in is None:
         work = sequence_of_program(sequences, heads, query_length, key_length, PACKED)
     else:
-        work = tile_of_program(sequences, heads, query_length, key_length, BLOCK, True, False, PACKED, SEARCHES)
+        work = tile_of_program(sequences, heads, query_length, key_length, BLOCK, True, PACKED, SEARCHES)
     start, key_length = work.start, work.key_length
     query_row, token_row, block_row = offsets_of_head(sequences, work, work.head, heads, PACKED)
     if sequences is not None:  # noqa: SIM102

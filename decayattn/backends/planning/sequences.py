@@ -76,7 +76,7 @@ def find(problem: AttentionProblem, bounds: Tensor | None, launch: Launch = laun
     )
     return Sequences(
         bounds, ends, count, problem.query_length, problem.key_length, decay_blocks(problem),
-        _most_blocks(problem, of_keys=False), _most_blocks(problem, of_keys=True),
+        *(_rounded_up(most_tiles(problem, DECAY_BLOCK, of_keys)) for of_keys in (False, True)),
     )
 
 
@@ -88,15 +88,14 @@ def decay_blocks(problem: AttentionProblem) -> int:
     return (problem.key_length + DECAY_BLOCK - 1) // DECAY_BLOCK  # symbolic lengths too
 
 
-def _most_blocks(problem: AttentionProblem, of_keys: bool) -> int:
-    axis, longest = _lengths(problem, of_keys)
-    blocks = problem.sequences * cdiv(longest, DECAY_BLOCK)
-    return _rounded_up(min(blocks, axis // DECAY_BLOCK + problem.sequences) if problem.layout == "packed" else blocks)
-
-
-def _lengths(problem: AttentionProblem, of_keys: bool) -> tuple[int, int]:
-    """Length of the axis of rows (of_keys: tokens), and of the longest sequence."""
-    return (problem.key_length, problem.longest_key) if of_keys else (problem.query_length, problem.longest_query)
+def most_tiles(problem: AttentionProblem, tile: int, of_keys: bool) -> int:
+    """Upper bound on the tiles of rows (of_keys: tokens) of all sequences."""
+    longest = problem.longest_key if of_keys else problem.longest_query
+    tiles = problem.sequences * cdiv(longest, tile)
+    if problem.layout == "packed":
+        axis = problem.key_length if of_keys else problem.query_length
+        return min(tiles, axis // tile + problem.sequences)
+    return tiles
 
 
 def _rounded_up(number: int) -> int:
@@ -106,8 +105,8 @@ def _rounded_up(number: int) -> int:
 def programs(problem: AttentionProblem, tile: int, heads: int, of_keys: bool) -> int:
     """Programs of a launch with one per head and tile of rows (of_keys: tokens)."""
     if problem.layout == "dense":
-        return cdiv(_lengths(problem, of_keys)[0], tile) * problem.batch * heads
-    return _most_blocks(problem, of_keys) * (DECAY_BLOCK // tile) * heads
+        return most_tiles(problem, tile, of_keys) * heads
+    return _rounded_up(most_tiles(problem, DECAY_BLOCK, of_keys)) * (DECAY_BLOCK // tile) * heads
 
 
 def constants(problem: AttentionProblem) -> dict[str, bool | int]:
@@ -163,16 +162,16 @@ def _count_blocks(bounds, ends, number, count, BLOCK: tl.constexpr, CHUNK: tl.co
 
 @triton.jit
 def tile_of_program(
-    sequences, heads, query_length, key_length, TILE: tl.constexpr, OF_KEYS: tl.constexpr, LAST_FIRST: tl.constexpr,
-    PACKED: tl.constexpr, SEARCHES: tl.constexpr, HEADS_INNERMOST: tl.constexpr = False, program=None,
+    sequences, heads, query_length, key_length, TILE: tl.constexpr, OF_KEYS: tl.constexpr, PACKED: tl.constexpr,
+    SEARCHES: tl.constexpr, HEADS_INNERMOST: tl.constexpr = False, program=None,
 ):
     """Return the WorkTile of a program: TILE rows of a sequence (OF_KEYS: tokens).
 
     program: its index; None: this program's. Given if another kernel shares the launch.
     A program without work has a start at or after the sequence's end. Heads are outermost, so that consecutive programs
-    share the keys that they read. HEADS_INNERMOST, the order of memory, is for kernels that read tokens once.
-    LAST_FIRST takes the tiles of a sequence from its end. `sequences` is None if sequences fill their batch entries;
-    their lengths are then query_length and key_length.
+    share the keys that they read. HEADS_INNERMOST, the order of memory, is for kernels that read tokens once. The last
+    rows of a sequence come first, as do its first tokens: causal, they have the most pairs. `sequences` is None if
+    sequences fill their batch entries; their lengths are then query_length and key_length.
     """
     if program is None:
         program = tl.program_id(0)
@@ -183,7 +182,7 @@ def tile_of_program(
         else:
             tile, head, sequence = program % tiles, program // tiles % heads, program // tiles // heads
         entry, first_row, first_token = sequence, sequence * 0, sequence * 0
-        if LAST_FIRST:
+        if not OF_KEYS:
             tile = tiles - 1 - tile
     else:
         tiles = (sequences.token_blocks if OF_KEYS else sequences.row_blocks) * (_BLOCK // TILE)
@@ -206,8 +205,8 @@ def tile_of_program(
         entry = sequence
         if PACKED:
             entry = sequence * 0
-        if LAST_FIRST:
-            blocks = tl.cdiv(key_length if OF_KEYS else query_length, _BLOCK)
+        if not OF_KEYS:
+            blocks = tl.cdiv(query_length, _BLOCK)
             tile = tl.where(there, blocks * (_BLOCK // TILE) - 1 - tile, 0)
     return WorkTile(tile * TILE, sequence, head, entry, first_row, query_length, first_token, key_length)
 

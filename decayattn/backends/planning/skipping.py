@@ -328,8 +328,7 @@ def _summarise(
     let_next_start(heads)
     wait_for_launch_before(heads)
     work = tile_of_program(
-        sequences, heads, sizes.query_length, sizes.key_length, DECAY_BLOCK * TOGETHER, True, False, PACKED, SEARCHES,
-        True,
+        sequences, heads, sizes.query_length, sizes.key_length, DECAY_BLOCK * TOGETHER, True, PACKED, SEARCHES, True
     )
     start, head, entry, query_length, key_length = work.start, work.head, work.entry, work.query_length, work.key_length
     if start >= key_length:
@@ -456,7 +455,7 @@ def _find_first_blocks(
     let_next_start(heads)
     wait_for_launch_before(heads)
     work = tile_of_program(
-        sequences, heads, sizes.query_length, sizes.key_length, GRANULE * TOGETHER, False, True, PACKED, SEARCHES
+        sequences, heads, sizes.query_length, sizes.key_length, GRANULE * TOGETHER, False, PACKED, SEARCHES
     )
     start, query_length, key_length = work.start, work.query_length, work.key_length
     if (start >= query_length) | (key_length == 0):
@@ -512,7 +511,7 @@ def _find_last_granules(
     """Find the last granule that visits one block of keys."""
     heads = sizes.heads
     work = tile_of_program(
-        sequences, heads, sizes.query_length, sizes.key_length, DECAY_BLOCK, True, False, PACKED, SEARCHES
+        sequences, heads, sizes.query_length, sizes.key_length, DECAY_BLOCK, True, PACKED, SEARCHES
     )
     start, query_length, key_length = work.start, work.query_length, work.key_length
     if start >= key_length:

@@ -118,16 +118,14 @@ def _add_rows(
     DECAY_GRADIENT: tl.constexpr, PARTIAL: tl.constexpr, TRAITS: tl.constexpr,
 ):
     """Add one tile of query rows to a key tile's KeySums; scores are transposed, keys × rows."""
-    BLOCK_M: tl.constexpr = TRAITS.block_m
     DECAY: tl.constexpr = TRAITS.decay
     PRECISION: tl.constexpr = TRAITS.precision
     ACCUMULATOR: tl.constexpr = sums.dk.dtype
-    prefix, query_length = decay.prefix, work.query_length
-    start = tile * BLOCK_M
+    prefix, start = decay.prefix, tile * TRAITS.block_m
     rows = load_rows(start, head, work, scale, row_scales, decay, PARTIAL, ACCUMULATOR, TRAITS)
     difference = base_difference(rows.anchor, work.start, decay.rate, prefix.base, prefix.beta, DECAY)
     if PARTIAL:
-        inside = rows.index < query_length
+        inside = rows.index < work.query_length
         lse2 = tl.load(row_lse2 + rows.index, mask=inside, other=float("inf"))
         row_delta = tl.load(delta + rows.index, mask=inside, other=0.0)
     else:
@@ -178,9 +176,8 @@ def key_gradients_kernel(
     DECAY: tl.constexpr = TRAITS.decay
     PACKED: tl.constexpr = TRAITS.packed
     ACCUMULATOR: tl.constexpr = row_terms.delta.dtype.element_ty
-    # causal: the first key tiles are visible to the most rows, and come first
     work = tile_of_program(
-        sequences, sizes.heads, sizes.query_length, sizes.key_length, BLOCK_N, True, False, PACKED, TRAITS.searches,
+        sequences, sizes.heads, sizes.query_length, sizes.key_length, BLOCK_N, True, PACKED, TRAITS.searches,
         program=program,
     )
     start, kv_head, query_length, key_length = work.start, work.head, work.query_length, work.key_length
@@ -244,12 +241,10 @@ def _add_keys(
     DECAY_GRADIENT: tl.constexpr, SCORE_SUMS: tl.constexpr, PARTIAL: tl.constexpr, TRAITS: tl.constexpr,
 ):
     """Add one key tile to a query tile's QuerySums; SCORE_SUMS: also to the two sums that correct the error of Δ."""
-    BLOCK_N: tl.constexpr = TRAITS.block_n
-    DECAY: tl.constexpr = TRAITS.decay
     PRECISION: tl.constexpr = TRAITS.precision
     ACCUMULATOR: tl.constexpr = sums.dq.dtype
-    rows, start = queries.rows, tile * BLOCK_N
-    key = start + tl.arange(0, BLOCK_N)
+    rows, start = queries.rows, tile * TRAITS.block_n
+    key = start + tl.arange(0, TRAITS.block_n)
     score, difference, k = scores_of_rows(
         queries, queries.scale * LOG2E, k_source, kv_head, start, work, decay, bias, PARTIAL, ACCUMULATOR, TRAITS
     )
@@ -262,7 +257,7 @@ def _add_keys(
     ds = score_gradient(p, dp, queries.delta[:, None])
     decay_sum, score_sum, distance_sum = sums.decay, sums.score, sums.distance
     if DECAY_GRADIENT:
-        if DECAY == "constant":
+        if TRAITS.decay == "constant":
             # relative to the rows' anchor, exact for near pairs; one conversion per row and key instead of per pair
             row_offset, key_offset = (rows.position - rows.anchor).to(ACCUMULATOR), (key - rows.anchor).to(ACCUMULATOR)
             distance = tl.abs(row_offset[:, None] - key_offset[None, :])
@@ -292,8 +287,8 @@ def query_gradients_kernel(
     DECAY_GRADIENT: tl.constexpr = gradients.decay_sums is not None
     SCORE_SUMS: tl.constexpr = row_terms.score_sums is not None
     work = tile_of_program(
-        sequences, sizes.heads, sizes.query_length, sizes.key_length, BLOCK_M, False, True, TRAITS.packed,
-        TRAITS.searches, program=program,
+        sequences, sizes.heads, sizes.query_length, sizes.key_length, BLOCK_M, False, TRAITS.packed, TRAITS.searches,
+        program=program,
     )
     start, entry, head, first_row, query_length = work.start, work.entry, work.head, work.first_row, work.query_length
     kv_head = head // TRAITS.group

@@ -51,10 +51,9 @@ def _attend(
     state, queries, k_source, v_source, kv_head, tile, work, decay, bias, PARTIAL: tl.constexpr, TRAITS: tl.constexpr
 ):
     """Add one key tile to the running Softmax."""
-    BLOCK_N: tl.constexpr = TRAITS.block_n
     PRECISION: tl.constexpr = TRAITS.precision
     ACCUMULATOR: tl.constexpr = state.acc.dtype
-    start = tile * BLOCK_N
+    start = tile * TRAITS.block_n
     score, difference, _ = scores_of_rows(
         queries, queries.scale, k_source, kv_head, start, work, decay, bias, PARTIAL, ACCUMULATOR, TRAITS
     )
@@ -87,15 +86,13 @@ def forward_kernel(
     row_lse2, lse = row_outputs
     BLOCK_M: tl.constexpr = TRAITS.block_m
     BLOCK_DV: tl.constexpr = TRAITS.block_dv
-    PACKED: tl.constexpr = TRAITS.packed
     ACCUMULATOR: tl.constexpr = row_lse2.dtype.element_ty
-    # causal: the last row tiles see the most keys, and come first
     work = tile_of_program(
-        sequences, sizes.heads, sizes.query_length, sizes.key_length, BLOCK_M, False, True, PACKED, TRAITS.searches
+        sequences, sizes.heads, sizes.query_length, sizes.key_length, BLOCK_M, False, TRAITS.packed, TRAITS.searches
     )
     start, head, query_length = work.start, work.head, work.query_length
     kv_head = head // TRAITS.group
-    offsets = offsets_of_head(sequences, work, head, sizes.heads, PACKED)
+    offsets = offsets_of_head(sequences, work, head, sizes.heads, TRAITS.packed)
     if sequences is not None:  # noqa: SIM102 (one is known when it compiles, the other when it runs)
         # nothing to write outside a sequence; fill_outside writes the rows of a sequence without keys
         if (start >= query_length) | (work.key_length == 0):

@@ -29,11 +29,10 @@ def _zeros(shared, WARPGROUP: gl.constexpr):
 
     Warpgroups with common keys have half of the columns each; of dk, only the first 64 if the others hold no values.
     """
-    COLUMNS: gl.constexpr = shared.TILE.columns
     D_V: gl.constexpr = shared.values.shape[-1]
     COMMON_KEYS: gl.constexpr = shared.TILE.common_keys
     HALF: gl.constexpr = 128 if shared.TILE.widths.read - 128 * WARPGROUP > 64 else 64
-    DK: gl.constexpr = HALF if COMMON_KEYS else COLUMNS
+    DK: gl.constexpr = HALF if COMMON_KEYS else shared.TILE.columns
     DV: gl.constexpr = D_V // 2 if COMMON_KEYS else D_V
     dk = gl.zeros([WARPGROUP_KEYS, DK], gl.float32, product_layout(DK))
     dv = gl.zeros([WARPGROUP_KEYS, DV], gl.float32, product_layout(DV))

@@ -67,7 +67,6 @@ def next_tile_128(
     d_out = flat(shared.d_outs.index(stage))
 
     own = WARPGROUP + opaque_zero(n)
-    ROW_SUMS: gl.constexpr = work.schedule.MODES.row_sums
     ROW_SCALES: gl.constexpr = work.schedule.MODES.row_scales
     LOADED: gl.constexpr = is_loaded(D, work.schedule.MODES)
     KEY_SUMS: gl.constexpr = 1 if work.schedule.MODES.decay_gradient else 0
@@ -119,7 +118,7 @@ def next_tile_128(
     # dv is done by now. Keeping its operand in registers would leave ptxas too few at D = 128, and serialise the
     # products below
     dv = warpgroup_mma_wait(0, (dv,))
-    dq, row_sum = start_dq_part(shared, n, before, WARPGROUP, ROW_SUMS, LOADED)
+    dq, row_sum = start_dq_part(shared, n, before, WARPGROUP, work.schedule.MODES.row_sums, LOADED)
     left = gl.convert_layout(dsT, OPERAND)
     left_of_dk = operand_of_dk(left, d_scores, shared, stage, ROW_SCALES)
     dk = warpgroup_mma(left_of_dk, query, dk, is_async=True)
@@ -146,28 +145,13 @@ def next_tile_128(
 
 
 @gluon.jit
-def _dk_staging(dk_desc, shared, n, HALF: gl.constexpr, WARPGROUP: gl.constexpr):
-    """Return a slot of dSᵀ that stages 64 columns of this warpgroup's dk, after a work tile's last query tile, n − 1.
-
-    It is not the last tile's slot, which the other warpgroup reads once more at the first tile of its next work tile.
-    """
-    staging = shared.d_scores.index(shared.slot(n + HALF) * 2 + WARPGROUP)
-    # view the whole slot as tiles of dk and use the first: at D = 64 the slot is twice as large as a tile, and Triton
-    # 3.8 reinterprets a buffer only as one of the same size
-    COUNT: gl.constexpr = staging.shape[0] * staging.shape[1] // (WARPGROUP_KEYS * PART)
-    tiles = gluon_compat.reinterpret(staging, dk_desc.dtype, stacked(COUNT, dk_desc.block_shape), dk_desc.layout)
-    return tiles.index(0)
-
-
-@gluon.jit
 def end_head_128(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.constexpr):
     """Add dq and the row sums of a head's last visit."""
     D: gl.constexpr = shared.keys.shape[-1]
-    ROW_SUMS: gl.constexpr = work.schedule.MODES.row_sums
     LOADED: gl.constexpr = is_loaded(D, work.schedule.MODES)
     shared.wait_d_scores(n - 1, pred=previous >= 0)
     last = d_scores_for_dq(shared, shared.slot(n - 1), WARPGROUP, LOADED)
-    dq, row_sum = start_dq_part(shared, n, last, WARPGROUP, ROW_SUMS, LOADED)
+    dq, row_sum = start_dq_part(shared, n, last, WARPGROUP, work.schedule.MODES.row_sums, LOADED)
     units = units_of_dq(dq_target, previous, work, WARPGROUP if D == 64 else 0)
     dq, row_sum = warpgroup_mma_wait(0, (dq, row_sum))
     arrive(shared.barriers.keys_read, is_last)
@@ -182,17 +166,26 @@ def end_head_128(n, previous, is_last, work, shared, dq_target, WARPGROUP: gl.co
 
 @gluon.jit
 def store_128(n, dk, dv, work, shared, dk_desc, scale, WARPGROUP: gl.constexpr):
-    """Start to store dk, 64 columns at a time."""
+    """Start to store dk, 64 columns at a time, from slots of dSᵀ, after a work tile's last query tile, n − 1.
+
+    None is that tile's slot, which the other warpgroup reads once more at the first tile of its next work tile.
+    """
     D: gl.constexpr = shared.keys.shape[-1]
     dk = (dk * scale).to(shared.d_scores.dtype)
     halves = (dk, dk)
     if D == 128:
         halves = gl.split(gl.permute(gl.reshape(dk, [WARPGROUP_KEYS, 2, PART]), [0, 2, 1]))
     HALVES: gl.constexpr = D // PART
+    # view a whole slot as tiles of dk and use the first: at D = 64 the slot is twice as large as a tile, and Triton 3.8
+    # reinterprets a buffer only as one of the same size
+    COUNT: gl.constexpr = shared.TILE.rows // PART
+    staged = ()
     for half in gl.static_range(HALVES):
-        flat(_dk_staging(dk_desc, shared, n, half, WARPGROUP)).store(halves[half])
+        slot = shared.d_scores.index(shared.slot(n + half) * 2 + WARPGROUP)
+        tiles = gluon_compat.reinterpret(slot, dk_desc.dtype, stacked(COUNT, dk_desc.block_shape), dk_desc.layout)
+        staged += (tiles.index(0),)
+        flat(staged[half]).store(halves[half])
     fence_async_shared()
     gluon_compat.thread_barrier()
     for half in gl.static_range(HALVES):
-        staging = _dk_staging(dk_desc, shared, n, half, WARPGROUP)
-        gluon_compat.store(dk_desc, work.key_at(WARPGROUP, half * PART), staging)
+        gluon_compat.store(dk_desc, work.key_at(WARPGROUP, half * PART), staged[half])

@@ -143,15 +143,13 @@ def gradients_kernel(
     """
     MODES: gl.constexpr = modes_of(MODE_VALUES)
     TILE: gl.constexpr = _config_of(TILE_VALUES)
-    DECAY: gl.constexpr = MODES.decay
     COMMON_KEYS: gl.constexpr = TILE.common_keys
     BLOCKED: gl.constexpr = TILE.blocks > 1
-    D: gl.constexpr = TILE.widths.qk
     ROWS: gl.constexpr = TILE.rows
     STAGES: gl.constexpr = TILE.stages
     key_table, counters = scheduler
     DTYPE: gl.constexpr = q_desc.dtype
-    STEP: gl.constexpr = product_keys(is_loaded(D, MODES))
+    STEP: gl.constexpr = product_keys(is_loaded(TILE.widths.qk, MODES))
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, STEP], DTYPE)
     # columns that are stored or read one half at a time: no swizzle pattern may cross the halves
     STORED: gl.constexpr = TILE.score_rows
@@ -166,7 +164,7 @@ def gradients_kernel(
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT)), 0)
     weights = gl.allocate_shared_memory(DTYPE, [1, COPIES, ROWS], WEIGHTS)
     bits = weights
-    if DECAY == "constant":
+    if MODES.decay == "constant":
         # 1 in the first column, the row's index in the second; 0 in the others makes the sums shares
         weights.index(0).store(gl.where(column == 0, 1, gl.where(column == 1, row, 0)).to(DTYPE))
         if MODES.decay_gradient:

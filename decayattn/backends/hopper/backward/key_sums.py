@@ -54,25 +54,11 @@ def sum_operands(shared, DECAY: gl.constexpr, PARTIAL: gl.constexpr):
 
 
 @gluon.jit
-def _sum_and_moment(of_keys):
-    """Return the two columns of the product that a thread has, (64 keys, 4 threads) each."""
-    return gl.split(gl.reshape(of_keys, [WARPGROUP_KEYS, COPIES // 2, 2]))
-
-
-@gluon.jit
-def distance_sum(of_keys, own_row):
-    """Σ dS (i − j) of the rows of a full tile, (64 keys, 4 shares), from dSᵀ times 1 and times the rows' indices.
+def partial_distance_sum(of_bits, own_row, ROWS: gl.constexpr):
+    """Σ dS (i − j) of the rows of a partial tile, (64 keys, 4 shares), from dSᵀ times bit_weights.
 
     own_row: index that the key's own row has in the tile, or would have.
     """
-    total, moment = _sum_and_moment(of_keys)
-    own_row = gl.convert_layout(own_row.to(gl.float32), gl.SliceLayout(1, total.type.layout), assert_trivial=True)
-    return gl.convert_layout(moment - total * gl.expand_dims(own_row, 1), SHARES, assert_trivial=True)
-
-
-@gluon.jit
-def partial_distance_sum(of_bits, own_row, ROWS: gl.constexpr):
-    """The same for a partial tile, from dSᵀ times bit_weights."""
     with_bit, without_bit = gl.split(by_threads(of_bits))
     KEY: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, with_bit.type.layout))
     bit = index_along(with_bit, 1) * 4 + index_along(with_bit, 2)
@@ -90,14 +76,17 @@ def partial_distance_sum(of_bits, own_row, ROWS: gl.constexpr):
 def key_sum_of_tile(of_keys, work, tile, key, PARTIAL: gl.constexpr):
     """Return a query tile's contribution to the sums of keys, from the product issued with dk."""
     ROWS: gl.constexpr = work.schedule.TILE.rows
+    DECAY: gl.constexpr = work.schedule.MODES.decay
     own_row = key - work.bounds.first_position() - tile * ROWS
-    if work.schedule.MODES.decay == "scalar":
-        total, _ = _sum_and_moment(of_keys)  # four copies of Σ dS
-        total = gl.convert_layout(total, SHARES, assert_trivial=True)
-    elif PARTIAL:
+    if DECAY == "constant" and PARTIAL:
         total = partial_distance_sum(of_keys, own_row, ROWS)
     else:
-        total = distance_sum(of_keys, own_row)
+        # the two columns that a thread has: four copies of Σ dS, or Σ dS and Σ dS r
+        total, moment = gl.split(gl.reshape(of_keys, [WARPGROUP_KEYS, COPIES // 2, 2]))
+        if DECAY == "constant":
+            own = gl.convert_layout(own_row.to(gl.float32), gl.SliceLayout(1, total.type.layout), assert_trivial=True)
+            total = moment - total * gl.expand_dims(own, 1)
+        total = gl.convert_layout(total, SHARES, assert_trivial=True)
     return total
 
 

@@ -58,13 +58,11 @@ def backward(
         widths = config.widths(problem.head_dim, problem.value_dim)
         dim = widths.qk
         tile = config.backward(widths)
-        adds_from_registers = tile.blocks > 1 or tile.common_keys
         tiles = tile_table.build(
             problem, bounds, tile.rows, tile.keys, last_first=False, of_keys=True, launch=launch
         )
         entries = problem.batch if bounds is None else 1  # entries with tile numbers of their own
         head_rows = entries * problem.num_heads
-        row_blocks = tiles.row_tiles * tile.rows // _ROW_TERMS_BLOCK
         scalar = problem.decay == "scalar"
         constant = problem.decay == "constant"
         new = functools.partial(uninitialised, row_lse2)
@@ -73,7 +71,6 @@ def backward(
         group = problem.num_heads // problem.num_kv_heads
         modes = Modes.of(problem, planned, row_scales=problem.row_scale, decay_gradient=decay_gradient, group=group)
         sides = modes.sides
-        decay_of_rows = (rates, prefix.beta, prefix.base, problem.key_length, blocks)
         terms = new(head_rows, tiles.row_tiles, sides, tile.rows, bf16_splits.SPLIT_COLUMNS, dtype=torch.bfloat16)
         scale, row_factors, of_scales = inputs.scale, None, None
         if row_scale is not None:
@@ -100,10 +97,10 @@ def backward(
         together = heads_together(kv_heads, rows_size, minimum=cdiv(config.MIN_CHUNK_TILES, tiles.key_tiles))
         counters = new(cdiv(kv_heads, together), dtype=torch.int32)
         launch(
-            row_terms_kernel, row_blocks * head_rows,
+            row_terms_kernel, tiles.row_tiles * tile.rows // _ROW_TERMS_BLOCK * head_rows,
             strided(out), strided(d_out), strided(d_lse), row_lse2, terms, row_factors,
             (row_sums, dq_fragments, counters, (units, largest) if deterministic else None), tiles.rows,
-            decay_of_rows if sides == 2 else None,
+            (rates, prefix.beta, prefix.base, problem.key_length, blocks) if sides == 2 else None,
             -1.0 / score_scale, problem.query_length, tiles.row_tiles, problem.num_heads, head_rows - together * group,
             counters.numel(),
             TRAITS=(dim, problem.value_dim, tile.rows, _ROW_TERMS_BLOCK, problem.decay, sides, group), num_warps=4,
@@ -128,7 +125,7 @@ def backward(
             source(v, config.WARPGROUP_ROWS, widths.v), source(d_out, tile.rows, widths.v),
             descriptors.columns(terms, tile.rows),
             source(dk, config.WARPGROUP_ROWS, tile.dk_columns), source(dv, config.WARPGROUP_ROWS, widths.v),
-            added_dq if adds_from_registers else descriptors.plain(added_dq, FRAGMENT_ROWS.value),
+            added_dq if tile.blocks > 1 or tile.common_keys else descriptors.plain(added_dq, FRAGMENT_ROWS.value),
             descriptors.plain(dq_fragments, tile.zero_lines), units,
             decay_tensors, (row_lse2 if tiles.keys is None else tiles.keys, counters),
             scale if row_factors is None else descriptors.plain(row_factors[1], 1), *limits_of(problem),

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from decayattn.backends.hopper.common.descriptors import SLICE_END
 from decayattn.backends.hopper.common.gluon_compat import aggregate
 from decayattn.backends.planning.offsets import parts_before, start_of_head
+from decayattn.backends.planning.sequences import most_tiles
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import Launch
@@ -55,10 +56,9 @@ def build(
 
     A sequence without a key has no tiles of rows. Offsets out of order, which are not allowed, give no tiles.
     """
-    row_tiles = _most_tiles(problem, rows, problem.query_length, problem.longest_query)
-    key_tiles = _most_tiles(problem, keys, problem.key_length, problem.longest_key)
     if bounds is None:
-        return Tiles(None, None, row_tiles, key_tiles)
+        return Tiles(None, None, cdiv(problem.query_length, rows), cdiv(problem.key_length, keys))
+    row_tiles, key_tiles = most_tiles(problem, rows, of_keys=False), most_tiles(problem, keys, of_keys=True)
     row_table = bounds.new_empty(1 + row_tiles, WORDS)
     key_table = bounds.new_empty(1 + key_tiles, WORDS) if of_keys else None
     launch(
@@ -67,13 +67,6 @@ def build(
         LAST_FIRST=last_first, PACKED=problem.layout == "packed", BLOCK=DECAY_BLOCK, CHUNK=_CHUNK,
     )
     return Tiles(row_table, key_table, row_tiles, key_tiles)
-
-
-def _most_tiles(problem: AttentionProblem, tile: int, axis: int, longest: int) -> int:
-    if problem.layout == "dense":
-        return cdiv(axis, tile)
-    tiles = problem.sequences * cdiv(longest, tile)
-    return min(tiles, axis // tile + problem.sequences) if problem.layout == "packed" else tiles
 
 
 @triton.jit

@@ -37,7 +37,8 @@ def forward(
         sequence_blocks.fill_outside(problem, sequences, results, outputs.OF_NO_KEY, launch=launch)
         widths = config.widths(problem.head_dim, problem.value_dim)
         schedule = config.forward(widths)
-        score_scale = _score_scale(inputs)
+        # of all scores, in base 2; the kernel applies scales of rows to its products
+        score_scale = 1.0 if row_scale is not None else inputs.scale / math.log(2)
         prefix, splits, bases, counter = _decay(problem, q, log_decay, score_scale, sequences, launch)
         # the plan's launches start while the launch before ends
         dependent = functools.partial(launch, launch_pdl=True)
@@ -51,13 +52,12 @@ def forward(
         work_tiles = tiles.row_tiles * head_rows
         group = problem.num_heads // problem.num_kv_heads
         keys_and_values = problem.longest_key * (problem.head_dim + problem.value_dim) * problem.dtype.itemsize
-        programs = min(work_tiles, launching.multiprocessors(problem.device))
         rates = log_decay.contiguous() if problem.decay == "constant" else None
         decay_tensors = (
             row_lse2 if rates is None else rates, prefix.beta, bases, prefix.last_reset, prefix.next_reset, first_block,
         )
         launch(
-            forward_kernel, programs,
+            forward_kernel, min(work_tiles, launching.multiprocessors(problem.device)),
             q_desc, source(k, schedule.keys, widths.qk), source(v, schedule.keys, widths.v),
             None if splits is None else descriptors.key_splits(splits), source(out, config.WARPGROUP_ROWS, widths.v),
             (lse, row_lse2), decay_tensors, sink, counter, row_lse2 if tiles.rows is None else tiles.rows,
@@ -68,11 +68,6 @@ def forward(
             TILE_VALUES=schedule.values, num_warps=4, maxnreg=schedule.launch_registers, launch_pdl=True,
         )
         return out, lse, Saved(row_lse2, *prefix, first_block)
-
-
-def _score_scale(inputs: Inputs) -> float:
-    """Scale of all scores, in base 2; 1 with a scale per row, which the kernel applies to its products."""
-    return 1.0 if inputs.row_scale is not None else inputs.scale / math.log(2)
 
 
 def _decay(

@@ -80,25 +80,12 @@ def _of_both_rows(tile_max, ahead):
 
 
 @gluon.jit
-def _anchored(score, row_max, difference, scale, ahead):
-    """Return (row_max, anchor): the new row_max, and the finite value that is subtracted from scores.
-
-    row_max lags behind the true maximum: it moves only when a row's scores exceed it by more than LAG, so that most
-    tiles correct nothing. p is at most 2^LAG then. ahead: as in _of_both_rows; None leaves each row its own maximum.
-    """
-    tile_max = gl.max(score, 1) * scale + difference
-    if ahead is not None:
-        tile_max = _of_both_rows(tile_max, ahead)
-    new_max = gl.where(tile_max > row_max + LAG, tile_max, row_max)
-    return new_max, finite_or_zero(new_max)
-
-
-@gluon.jit
 def softmax(score, row_max, row_sum, difference, scale, ahead, PARTIAL: gl.constexpr, BFLOAT16: gl.constexpr):
     """Return (p, row_max, row_sum, correction): unnormalised p of a tile, and the factor for earlier sums.
 
     BFLOAT16: p has the exponents of float32, so that only PARTIAL tiles look for a maximum; the correction of full
-    tiles is not read. A row without a maximum gets p = inf, an overflow. ahead: for a first tile only (_of_both_rows).
+    tiles is not read. A row without a maximum gets p = inf, an overflow. ahead: for a first tile only (_of_both_rows);
+    None leaves each row its own maximum.
     """
     if PARTIAL and BFLOAT16:
         # an overflow stays one, however far this tile moves the maximum
@@ -106,7 +93,13 @@ def softmax(score, row_max, row_sum, difference, scale, ahead, PARTIAL: gl.const
     new_max, anchor = row_max, row_max
     correction = row_max
     if PARTIAL or not BFLOAT16:
-        new_max, anchor = _anchored(score, row_max, difference, scale, ahead)
+        tile_max = gl.max(score, 1) * scale + difference
+        if ahead is not None:
+            tile_max = _of_both_rows(tile_max, ahead)
+        # the maximum lags behind the true one: it moves only when scores exceed it by more than LAG, so that most tiles
+        # correct nothing. p is at most 2^LAG then
+        new_max = gl.where(tile_max > row_max + LAG, tile_max, row_max)
+        anchor = finite_or_zero(new_max)
         correction = rescale(row_max, anchor)
         row_sum *= gl.expand_dims(gl.convert_layout(correction, gl.SliceLayout(1, SHARES), assert_trivial=True), 1)
     p = probability(score * scale, gl.expand_dims(anchor - difference, 1))

@@ -34,20 +34,15 @@ class QuerySchedule:
     TILE: gl.constexpr
 
     @gluon.jit
-    def head_and_tile(self, index):
-        """(head_row, tile) of a work tile.
+    def find(self, index):
+        """Return the work tile with this index.
 
         `together` heads, with keys that fit the cache, take turns tile by tile; the last chunk may have fewer heads.
         """
         chunk = self.together * self.row_tiles
         first, rest = index // chunk * self.together, index % chunk
         heads = gl.minimum(self.together, self.work_tiles // self.row_tiles - first)
-        return first + rest % heads, rest // heads
-
-    @gluon.jit
-    def find(self, index):
-        """Return the work tile with this index."""
-        head_row, tile = self.head_and_tile(index)
+        head_row, tile = first + rest % heads, rest // heads
         if self.MODES.ragged:
             bounds, head = load_bounds(self.axes, self.table, tile), head_row
             head_row = bounds.entry * self.heads + head
