@@ -60,6 +60,7 @@ CASES = {
     "packed": (BOTH, dict(batch=1, cu_seqlens=[0, 3, 3, 50, 51, 99])),
     "packed and a tail": (BOTH, dict(batch=1, cu_seqlens=[2, 80], resets=0.02, sink=True)),
     "packed at the edges": (BOTH, dict(batch=1, cu_seqlens=[0, 25, 50, 100], row_scale=True)),
+    "packed, cut at max_seqlen": (BOTH, dict(batch=1, cu_seqlens=[0, 60, 100], options=dict(max_seqlen=35))),
     "packed without a decay": (BOTH, dict(batch=1, cu_seqlens=[0, 60, 100], decay="none")),
     "packed, uneven, constant, window": (
         BOTH,

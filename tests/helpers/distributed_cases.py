@@ -104,7 +104,7 @@ def whole(inputs, d_out, d_lse, cu_seqlens=None, **options):
         out, lse = decay_attention(**leaves, **options)
     else:
         flat = {name: x.squeeze(0) if x.ndim > 2 else x for name, x in leaves.items()}
-        longest = d_out.shape[1]
+        longest = options.pop("max_seqlen", d_out.shape[1])
         out, lse = decay_attention_varlen(
             **flat, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
             **options,

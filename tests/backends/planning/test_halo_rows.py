@@ -33,11 +33,10 @@ def tensors_of(seed, device, dtype, decay, dim=5, value_dim=3, group=2):
 
 
 @pytest.mark.parametrize("mode", ["read", "write", "add"])
-@pytest.mark.parametrize(("dtype", "decay"), [
-    (torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64),
-    (torch.float64, torch.float32), (torch.float16, None),
+@pytest.mark.parametrize(("dtype", "decay", "pairs", "longest"), [
+    (torch.float16, torch.float32, 6, 17), (torch.float32, torch.float32, 1, 40), (torch.float64, torch.float64, 3, 1),
+    (torch.float64, torch.float32, 2, 9), (torch.float16, None, 3, 9),
 ])
-@pytest.mark.parametrize(("pairs", "longest"), [(6, 17), (1, 40), (3, 1)])
 def test_kernel_and_operators_move_the_same_rows(mode, dtype, decay, pairs, longest, device):
     runs, number = runs_of(1, device, pairs, longest)
     tensors, parts = (tensors_of(seed, device, dtype, decay) for seed in (2, 3))
