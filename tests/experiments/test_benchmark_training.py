@@ -174,8 +174,8 @@ def test_context_script_runs_without_a_gpu(tmp_path, capfd):
     read = json.loads((tmp_path / "context.json").read_text())
     modes = {(row["mode"], row["direction"]) for row in read["rows"]}
     assert modes == {(mode, direction) for mode in context.MODES for direction in TIMED}
-    # 20 tokens of one key head: k, v and the log-decays of two heads, forward
-    assert read["rows"][0]["received"] == [0, 20 * 4 * (2 * 16 + 2)]
+    # 20 tokens of one key head: k, v and the log-decays of two heads, filled up to 16 bytes, forward
+    assert read["rows"][0]["received"] == [0, 20 * (2 * 16 * 4 + 16)]
     assert all(row["ms"] is None for row in read["rows"])
     assert [(check["mode"], check["dtype"]) for check in read["checks"]] == [("halo", "float32"), ("heads", "float32")]
     capfd.readouterr()
