@@ -150,7 +150,8 @@ def attend_varlen(*args, **options):
 
 def test_gradient_of_a_sink_has_its_own_memory():
     """gloo adds up views of other gradients wrongly, with no error."""
-    q, k, v, sink = (x.requires_grad_() for x in (*(draw(1, 1, 2, 4, seed=seed) for seed in (1, 2, 3)), draw(2, seed=4)))
+    q, k, v = (draw(1, 1, 2, 4, seed=seed) for seed in (1, 2, 3))
+    sink = draw(2, seed=4).requires_grad_()
     (gradient,) = torch.autograd.grad(attend(q, k, v, None, sink=sink)[0].sum(), sink)
     assert gradient.stride() == (1,)
 
