@@ -275,7 +275,7 @@ def _differentiate(ctx, d_out, d_lse, *_):
         d_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
     *of_scores, d_bias, d_sink = gradients_of(ctx.problem, inputs, ctx.modes, out, saved, d_out, d_lse, requested)
     found = *of_scores, None, d_bias, d_sink  # bounds have none
-    return tuple(x if needed else None for x, needed in zip(found, needs, strict=False))
+    return tuple(x if needed else None for x, needed in zip(found, needs[:_TENSORS], strict=True))
 
 
 def gradients_of(

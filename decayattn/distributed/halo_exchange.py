@@ -42,7 +42,7 @@ def add_returned(
     plan: HaloPlan, returned: tuple[Tensor, Any], totals: Parts, grads: Parts, tokens: int, kernels: bool
 ) -> list[Tensor | None]:
     """Add to the slice's gradients, in place, those of its first tokens on the axis of halo and slice, and the returned
-    ones. Sums are at least float32, rank by rank, so that their bits repeat."""
+    ones. Sums of more than two terms are at least float32, rank by rank, so that their bits repeat."""
     rows, work = returned
     work.wait()
     own, ends = _by_kv_head(plan, totals), [0, *itertools.accumulate(filter(None, plan.sent.counts))]

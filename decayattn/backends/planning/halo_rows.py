@@ -39,6 +39,7 @@ def _move(
     runs, number, first, last, k, v, log_decay, k_rows, v_rows, decay_rows,
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, MODE: tl.constexpr,
 ):
+    """`move` of a tile of rows; a row's run is the first one that ends after it."""
     row = first + tl.program_id(0).to(tl.int64) * _TILE + tl.arange(0, _TILE)
     there = row < last
     run = tl.zeros([_TILE], tl.int32)
