@@ -71,7 +71,7 @@ def test_wrong_packed_and_decode_kernels_get_no_speed(monkeypatch, capsys):
 
     monkeypatch.setattr(call, "decay_attention_varlen", planted)
     monkeypatch.setattr(Step, "call", planted_step)
-    report = run("--what", "decode", "packed", "--backend", "reference", "--dtype", "float32").report
+    report = run("--what", "decode", "packed", "--backend", "reference", "--dtype", "float32", "--rounds", "2").report
     assert [(entry["case"].split("decay ")[-1].split(":")[0], entry["kind"]) for entry in report["missing"]] == [
         ("constant", "wrong"), ("constant, paged", "wrong"), ("scalar", "wrong"),
     ]

@@ -283,7 +283,7 @@ def test_remembered_kernels_are_those_that_triton_chooses(backend, monkeypatch):
             return None
 
         def check(kernel, programs, *args, **constants):
-            chosen = kernel.warmup(*args, grid=(programs,), **constants)
+            chosen = kernel.warmup(*args, grid=(programs,), **constants, **launching._COMPILER_OPTIONS)
             launch(kernel, programs, *args, **constants)
             known = launch.known[(kernel.fn, programs, *constants.values())]
             assert (known.function, known.metadata) == (chosen.function, chosen.packed_metadata), kernel.fn.__name__
