@@ -180,8 +180,7 @@ def wrapped(text: str) -> list[str]:
 SPEED_FILE = "benchmark_sustained.json"
 # tables of their own: file, title, causal
 MORE_SPEEDS = (
-    ("benchmark_sustained_triton38.json", "Newer kernels with Triton 3.8, without CUDA graphs", True),
-    ("benchmark_sustained_triton36.json", "The same with Triton 3.6", True),
+    ("benchmark_sustained_triton36.json", "With Triton 3.6", True),
     ("benchmark_sustained_not_causal.json", "Not causal", False),
     ("benchmark_sustained_wide.json", "More than 128 columns (D, or D/D_v)", True),
     ("benchmark_sustained_scales.json", "A scale per row of ours, and its gradient", True),
@@ -190,6 +189,7 @@ MORE_SPEEDS = (
 )
 _OURS = {"ours": "decayattn", "triton": "decayattn's Triton kernels"}
 _DECAYS = {"": "decay and its gradient", ", no decay": "no decay", ", constant": "a constant per head and its gradient"}
+_DECAYS |= {f"{name}, deterministic": f"{label}, deterministic" for name, label in _DECAYS.items()}
 LABELS = {f"{name}{decay}": f"{label}, {gets}" for name, label in _OURS.items() for decay, gets in _DECAYS.items()} | {
     "flash_attn": "FlashAttention-4, no decay",
     "flex": "FlexAttention, decay without its gradient",
