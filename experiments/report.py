@@ -634,13 +634,14 @@ def choice(results: Results, read: Report, recalled: Report) -> list[str]:
         mean = means.get((name, column))
         return "–" if mean is None else f"**{mean:.3f}**" if mean == least[column] else f"{mean:.3f}"
 
-    widths = " and ".join(str(width) for width in sorted({row["width"] for row in recalled["rows"]}))
+    widths = " / ".join(str(width) for width in sorted({row["width"] for row in recalled["rows"]}))
     length, pairs, _ = recalled["setup"]["shapes"][-1]
     page = f"{results.prefix.removesuffix('results/')}experiments/README.md"
     return [*pivot("decay", CHOICES, columns, cell), "", *wrapped(
-        f"Bits per byte of a {sizes_of(read)[0]:.1f} M model, trained on {read['settings']['context']:,} bytes; "
-        f"lower is better. Percentages of queries that two layers of width {widths} answer, of {pairs} pairs of key "
-        f"and value in {length:,} tokens; higher is better. Means of 3 seeds "
+        f"Bits per byte of a {sizes_of(read)[0]:.1f} M model, trained on {read['settings']['context']:,} bytes of "
+        f"Python source at a time; lower is better. Recall: {length:,} tokens hold {pairs} keys with their values, and "
+        "are then asked for the values. The percentage is that of correct answers, by two layers of width "
+        f"{widths}. Overwritten keys were assigned twice, and the later value counts. Means of 3 seeds "
         f"([extrapolation]({page}#length-extrapolation), [recall]({page}#associative-recall))."
     )]
 

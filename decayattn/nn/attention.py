@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -238,7 +239,7 @@ class DecayFlashAttention(Spared):
                 total; a lower one saves programs without work.
             resets: (B, T) bool or integers, True or 1 for the first token of a document. Nothing before that token is
                 visible to it or to later tokens. A reset is a log-decay of −inf, so it needs a decay per token.
-            cache: from make_cache; the tokens of x are appended to it. Inference only.
+            cache: this layer's own, from make_cache; the tokens of x are appended to it. Inference only.
             new_lengths: (B,) int32 or int64, with a cache and instead of a padding_mask: number of valid tokens in each
                 entry of x. The rest is padding: it may hold any values, and its outputs are undefined.
             log_decay: (B, T, H), or (H,) for a constant one, or (B, T, H, 2) with causal=False, float32 (float64 with
@@ -475,6 +476,11 @@ class DecayFlashAttention(Spared):
             expected = (x.shape[0], self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
             got = (cache.batch_size, cache.num_heads, cache.num_kv_heads, cache.head_dim, cache.value_dim)
             validation.check_same("cache", "(B, H, H_kv, D, D_v) of the layer and x", expected, got)
+            if not torch.compiler.is_compiling():  # which would compile again for every layer
+                if cache.longest > 0 and cache._layer() not in (None, self):
+                    remedy = "give every layer its own (make_cache), or pass copy.deepcopy(cache)"
+                    raise ValueError(f"cache: expected one without the tokens of another layer; {remedy}")
+                cache._layer = weakref.ref(self)
         if (memory := given.memory) is not None:
             self._check_input("memory", memory, x.device)
             validation.check_same("memory", "batch size of x", x.shape[0], memory.shape[0])

@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import pickle
 from unittest import mock
 
 import pytest
@@ -448,7 +449,7 @@ def test_cache_refuses_tokens_without_a_shift():
     cache = layer.make_cache(2, 60)
     plain(x, cache=cache)
     with pytest.raises(ValueError, match="cache: expected tokens of a layer with kv_shift, got others"):
-        layer(x, cache=cache)
+        layer(x, cache=copy.deepcopy(cache))
     q, k = torch.randn(2, 3, HEADS, 3).to(x), torch.randn(2, 3, 1, 3).to(x)
     with pytest.raises(ValueError, match=r"unshifted: expected the shape and device of v, \(2, 3, 1, 3\)"):
         cache.attend(q, k, k, torch.zeros(2, 3, HEADS).to(x), unshifted=(k, k[:, :2]))
@@ -463,6 +464,18 @@ def test_errors_name_layers_without_a_cache():
         layer(tokens(), cache=build().make_cache(2, 24))
     with pytest.raises(ValueError, match=r"cache: expected a position module that takes the keyword start, .* Bili"):
         build(position=nn.Bilinear(1, 1, 1)).make_cache(2, 24)
+
+
+def test_cache_of_another_layer_is_refused():
+    first, second = build(), build()
+    cache = first.make_cache(2, 30)
+    first(tokens(), cache=cache)
+    with pytest.raises(ValueError, match=r"cache: expected one without the tokens of another layer; give every layer"):
+        second(tokens(), cache=cache)
+    second(tokens()[:, :1], cache=pickle.loads(pickle.dumps(copy.deepcopy(cache))))
+    first(tokens()[:, :1], cache=cache)
+    cache.reset()
+    second(tokens(), cache=cache)
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [

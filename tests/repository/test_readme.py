@@ -41,7 +41,8 @@ def test_first_screen_has_reasons_commands_and_traps():
     assert "![" in screen[: screen.index("- **")]
     assert len(re.findall(r"^- \*\*.*\.\*\*", screen, re.MULTILINE)) == 5
     assert "\nTested on" in screen
-    for mistake in ("λ is the LOGARITHM of a gate", "ALiBi's rates are negative", "tensors are (B, T, H, D)"):
+    for mistake in ("λ is the LOGARITHM of a gate", "ALiBi's rates are negative", "tensors are (B, T, H, D)",
+                    "A `padding_mask` is True at tokens"):
         assert f"**{mistake}**" in screen
 
 
