@@ -38,6 +38,7 @@ if not torch.cuda.is_available():  # before Lightning imports Triton: the gradie
     os.environ.setdefault("TRITON_INTERPRET", "1")
 import lightning.pytorch as L
 from jsonargparse import ArgumentParser, Namespace
+from language_models.corpus import crops
 from lightning.pytorch.callbacks import ModelCheckpoint
 from shared.provenance import provenance
 from torch import Tensor
@@ -85,17 +86,15 @@ class ByteData(L.LightningDataModule):
     def batch(self, step: int) -> Tensor:
         """(batch_size, context + 1) bytes. They depend on the seed and the step alone, not on resumes or devices."""
         last = len(self.training) - self.context
-        return self.crops(self.training, np.random.default_rng([self.seed, step]).integers(last, size=self.batch_size))
+        starts = np.random.default_rng([self.seed, step]).integers(last, size=self.batch_size)
+        return crops(self.training, starts, self.context + 1)
 
     def val_dataloader(self) -> DataLoader:
         """64 fixed crops, spread evenly over the text."""
         _, replicas, _, _ = place(self.trainer.strategy)
         starts = np.linspace(0, len(self.validation) - self.context - 1, -(-64 // replicas) * replicas)
-        crops = self.crops(self.validation, starts.astype(np.int64))
-        return DataLoader(share(crops, self.trainer.strategy), batch_size=self.batch_size // replicas)
-
-    def crops(self, text: Tensor, starts: np.ndarray) -> Tensor:
-        return text[torch.from_numpy(starts)[:, None] + torch.arange(self.context + 1)]
+        fixed = crops(self.validation, starts.astype(np.int64), self.context + 1)
+        return DataLoader(share(fixed, self.trainer.strategy), batch_size=self.batch_size // replicas)
 
 
 def read_texts(data: str | None) -> tuple[list[bytes], int]:

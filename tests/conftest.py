@@ -14,6 +14,7 @@ ON_GPU = torch.cuda.is_available()
 # Before anything imports triton, and with a GPU, too: scripts set it for machines without one where it is absent, and
 # would set it for the tests of the same process that need the compiler
 os.environ.setdefault("TRITON_INTERPRET", "0" if ON_GPU else "1")
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports transformers
 with torch.device("cpu"):
     torch.empty(0)  # torch.device lists the constructors that it redirects once: now, before they are wrapped below
 torch.set_num_threads(1)  # the threads of the suite's processes would wait for each other
@@ -103,6 +104,17 @@ def interpreter() -> None:
 
     if (reason := interpreter.fails()) is not None:
         pytest.skip(reason)
+
+
+@pytest.fixture
+def torch_settings():
+    """Put back what the test sets: deterministic algorithms, the precision of float32 products, the default dtype."""
+    deterministic, dtype = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_float32_matmul_precision(precision)
+    torch.set_default_dtype(dtype)
 
 
 @pytest.fixture

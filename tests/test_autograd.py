@@ -3,14 +3,12 @@
 import contextlib
 import functools
 import itertools
-import os
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
 import torch
-from judged_calls import COMPILER, make_inputs
+from judged_calls import COMPILER, ON_GPU, make_inputs
+from processes import run_python
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -22,7 +20,6 @@ from decayattn.backends import registry
 from decayattn.nn import DecayCache
 from decayattn.problem import GradientRequest, Gradients, Inputs, Saved
 
-ON_GPU = torch.cuda.is_available()
 NAMES = ("q", "k", "v", "log_decay", "scale")
 
 
@@ -380,8 +377,7 @@ def test_reload_keeps_the_operators():
     leaves = f"torch.randn(3, 1, 4, 1, 8, requires_grad=True, device={'cuda' if ON_GPU else 'cpu'!r})"
     call = f"decay_attention(*{leaves}, -0.1, backend='triton').sum().backward()"
     script = f"import importlib, sys, torch\nfrom decayattn import decay_attention\n{call}\n[{reload}]\n{call}"
-    environment = os.environ | ({} if ON_GPU else {"TRITON_INTERPRET": "1"})
-    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+    run_python("-c", script)
 
 
 # What PyTorch wraps around a call
@@ -397,7 +393,7 @@ def test_compile_takes_dynamic_lengths(device):
         assert_equal(found, outputs_and_gradients(attend, leaves))
 
 
-def test_checkpoints_and_deterministic_mode_change_nothing(device):
+def test_checkpoints_and_deterministic_mode_change_nothing(device, torch_settings):
     def checkpointed(**leaves):  # this kind takes positional tensors only
         in_order = lambda *values: attend(**dict(zip(NAMES, values, strict=True)))  # noqa: E731
         return checkpoint(in_order, *leaves.values(), use_reentrant=True)
@@ -408,13 +404,10 @@ def test_checkpoints_and_deterministic_mode_change_nothing(device):
         return [x.grad for x in leaves.values()]
 
     tensors = make(device)
-    expected, before = gradients(attend), torch.are_deterministic_algorithms_enabled()
+    expected = gradients(attend)
     assert_equal(gradients(checkpointed), expected)
     torch.use_deterministic_algorithms(True)
-    try:
-        assert_equal(gradients(attend), expected)
-    finally:
-        torch.use_deterministic_algorithms(before)
+    assert_equal(gradients(attend), expected)
 
 
 def test_anomaly_detection_accepts_resets(device):

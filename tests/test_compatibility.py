@@ -3,13 +3,11 @@ backends/runtime/test_launching.py."""
 
 import contextlib
 import importlib
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from processes import run_python
 from repository_files import ROOT
 from torch.autograd import forward_ad
 
@@ -164,10 +162,5 @@ with forward_ad.dual_level():
 
 
 def test_autograd_works_without_any_private_name():
-    """Takes seconds: which way operators are differentiated is chosen when the library is imported, so in a process of
-    its own."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    run = subprocess.run(
-        [sys.executable, "-c", WITHOUT_ALL], env=environment, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
+    """A process of its own: the way operators are differentiated is chosen when the library is imported."""
+    run_python("-c", WITHOUT_ALL, cwd=ROOT)

@@ -72,15 +72,8 @@ def test_recipe_of_torchrun_runs(cpu_ranks):
     cpu_ranks(run_on_rank, block)
 
 
-@pytest.fixture
-def float64():
-    before = torch.get_default_dtype()
+def test_before_and_after_compute_the_same(monkeypatch, torch_settings):
     torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
-
-
-def test_before_and_after_compute_the_same(monkeypatch, float64):
     for name, module in other_libraries.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     torch.manual_seed(0)

@@ -31,10 +31,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from shared.options import above_zero
 from shared.workers import in_time
+from toy_lm.model import mean_loss
 
 from benchmarks import harness, peers
 from benchmarks.harness import Absent, Run, spread
-from benchmarks.training import compiler, mean_loss, mixed
+from benchmarks.training import compiler, mixed
 from decayattn import DecayFlashAttention
 from decayattn.backends import registry
 from decayattn.integrations.checkpoints import from_fox

@@ -8,6 +8,7 @@ import contextlib
 import os
 import statistics
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -250,6 +251,18 @@ def captured(call: Callable[[], object], copies: int = 1, stream: Any = None) ->
         for _ in range(copies):
             call()
     return graph
+
+
+def clock(call: Callable[[], object], count: int, wait: bool = True) -> float:
+    """Seconds of `count` calls, all work of the device included if it is waited for."""
+    synchronise = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronise()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    returned = time.perf_counter()
+    synchronise()
+    return (time.perf_counter() if wait else returned) - start
 
 
 def back_to_back(call: Callable[[], object], count: int) -> float:

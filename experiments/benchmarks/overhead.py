@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ def measure(run: Run) -> None:
         for backend, (totals, what) in itertools.product(options.backends, kinds):
             step = packed_step(case, totals, backend, run.device)
             warm(step, graph=False)
-            timed = functools.partial(host_microseconds, step, options.calls, run.device)
+            timed = functools.partial(host_microseconds, step, options.calls)
             calls[f"decayattn {backend}, {what}"] = functools.partial(iter, [("host_us", timed)])
         timings = run.time(calls, lambda timed: timed())
         rows: dict[str, Any] = {name: {"case": str(case), "head_dim": head_dim, "peer": name} for name in calls}
@@ -90,20 +89,17 @@ def warm(step: Step, graph: bool) -> Step | None:
 
 def parts(step: Step, run: Run, replay: Step | None, ours: str | None) -> Iterator[tuple[str, Callable[[], float]]]:
     """Functions that measure a call's microseconds, by column."""
-    host = functools.partial(host_microseconds, step, run.options.calls, run.device)
+    host = functools.partial(host_microseconds, step, run.options.calls)
     yield "host_us", host
     with torch.autograd.set_multithreading_enabled(False):
         yield "one_thread_us", host
         if ours and replay:
             from decayattn.backends.runtime.launching import DirectLaunch  # imports Triton
 
-            with mock.patch.object(DirectLaunch, "__call__", _launch_nothing):
+            with mock.patch.object(DirectLaunch, "__call__", lambda *_: None):  # noqa: PT008 (a mock takes time)
                 yield "no_launch_us", host
     if replay:
         yield "graph_us", lambda: harness.burst_timer(0.006)(replay) * 1e3
-
-
-def _launch_nothing(*_: object) -> None: ...
 
 
 def packed_step(case: Case, totals: int, backend: str, device: str) -> Step:
@@ -127,16 +123,9 @@ def packed_step(case: Case, totals: int, backend: str, device: str) -> Step:
     return step
 
 
-def host_microseconds(step: Step, calls: int, device: str) -> float:
+def host_microseconds(step: Step, calls: int) -> float:
     """The clock per call of a series that nothing waits for."""
-    synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
-    synchronise()
-    start = time.perf_counter()
-    for _ in range(calls):
-        step()
-    elapsed = time.perf_counter() - start
-    synchronise()
-    return elapsed / calls * 1e6
+    return harness.clock(step, calls, wait=False) / calls * 1e6
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import itertools
 import math
 import statistics
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -453,19 +452,8 @@ def time_modes(model: ByteLM, prompt: Tensor, count: int, run: Run, eviction: Ev
         return [("", writer)]
 
     parts = {mode: functools.partial(begun, mode) for mode in MODES}
-    timings = run.time(parts, lambda writer: seconds(writer, count), run.options.rounds + 1)
+    timings = run.time(parts, lambda writer: harness.clock(writer.__next__, count), run.options.rounds + 1)
     return {mode: found[1:] for (mode, _), found in timings.items()}
-
-
-def seconds(writer: Iterator[Tensor], count: int) -> float:
-    """Time of `count` tokens, all work of the device included."""
-    synchronise = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    synchronise()
-    began = time.perf_counter()
-    for _ in range(count):
-        next(writer)
-    synchronise()
-    return time.perf_counter() - began
 
 
 def stream(model: ByteLM, count: int, eviction: Eviction) -> dict[str, Any]:
@@ -475,7 +463,7 @@ def stream(model: ByteLM, count: int, eviction: Eviction) -> dict[str, Any]:
     prompt = torch.zeros(1, 1, dtype=torch.long, device=model.embedding.weight.device)
     writer = write(model, prompt, model.make_caches(1, held + eviction.every), eviction, captured=True)
     next(writer)
-    tokens_per_second = count / seconds(writer, count)
+    tokens_per_second = count / harness.clock(writer.__next__, count)
     before, after = zip(*eviction.lengths[1:], strict=True)  # without that of the prompt
     return {
         "count": count, "evict_every": eviction.every, "tolerance": eviction.tolerance, "held_bound": held,

@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from shared.options import above_zero
 from shared.provenance import ROOT
 from shared.workers import in_time
-from toy_lm.model import NORM_EPS, Block
+from toy_lm.model import NORM_EPS, Block, mean_loss
 
 from benchmarks import harness, peers
 from benchmarks.harness import Absent, Case, Run, Timings, in_layout, spread
@@ -160,12 +160,6 @@ class Decoder(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         return mean_loss(F.linear(self.norm(x), self.embedding.weight), targets)
-
-
-def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in float32, or in float64."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def ours(setting: Setting, backend: str, kind: str, skip_tolerance: str | None = "auto") -> nn.Module:

@@ -93,10 +93,13 @@ def document_offsets(tokens: Tensor) -> Tensor:
 
 def next_byte_loss(model: nn.Module, batch: Tensor) -> Tensor:
     """Mean cross-entropy, in nats, of every next byte of crops (B, T + 1)."""
-    logits = model(batch[:, :-1])
-    # in float32 under autocast too; in float64 for a float64 model
+    return mean_loss(model(batch[:, :-1]), batch[:, 1:].long())
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in float32, under autocast too, or in float64 for a float64 model."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].long().flatten())
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def parameter_groups(model: ByteLM, weight_decay: float) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """The model over several devices: --strategy fsdp, tensor and context. One device and ddp use little of this file."""
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -74,8 +73,7 @@ class Sharded(ModelParallelStrategy):
     ) -> dict[str, Tensor]:
         """Every parameter's gradient from the devices' shares of a batch, whole and named as on one device."""
         model.zero_grad()
-        cast = contextlib.nullcontext() if autocast is None else torch.autocast(self.root_device.type, autocast)
-        with torch.enable_grad(), cast:
+        with torch.enable_grad(), torch.autocast(self.root_device.type, autocast, autocast is not None):
             value = loss(model, batch)
         value.backward()
         self.post_backward(value)

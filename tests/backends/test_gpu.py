@@ -224,14 +224,10 @@ def test_two_devices_in_one_process(backend):
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
-def test_float32_follows_the_matmul_precision(precision):
+def test_float32_follows_the_matmul_precision(precision, torch_settings):
     """ "highest" is IEEE float32, never a hidden tf32; "high" may use it, and is then a thousand times less exact."""
     leaves = make(length=300, dtype=torch.float32)
-    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
-    try:
-        out = decay_attention(**leaves, backend="triton").detach()
-    finally:
-        torch.set_float32_matmul_precision(before)
+    out = decay_attention(**leaves, backend="triton").detach()
     exact = decay_attention(**{name: x.detach().double() for name, x in leaves.items()}, backend="reference")
     assert (relative_error(out, exact) < 1e-5) == (precision == "highest")

@@ -1,14 +1,12 @@
 """Choice of a call's backend: the named one, or an error with the reason. No other one replaces it."""
 
 import inspect
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from processes import run_python
 
 from decayattn import decay_attention, reference
 from decayattn.backends import registry
@@ -129,13 +127,7 @@ for _ in range(2):
 def test_cpu_without_triton_runs_the_reference_alone():
     """An import touches neither Triton nor a GPU. Without Triton, and without its interpreter, errors name a remedy: to
     set the variable, or, before that, another NumPy, which an older interpreter needs."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON")}
-    finished = subprocess.run(
-        [sys.executable, "-c", WITHOUT_KERNELS], env=environment, capture_output=True, text=True, timeout=300,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    *lines, missing, unset = finished.stdout.splitlines()
+    *lines, missing, unset = run_python("-c", WITHOUT_KERNELS, without="TRITON").splitlines()
     assert lines == ["set()", "False", "[]"]
     for error, remedy in ((missing, "pip install triton"), (unset, interpreter.fails() or "TRITON_INTERPRET=1")):
         assert "backend: 'triton' cannot take this problem" in error
@@ -243,19 +235,13 @@ def test_tiles_follow_from_the_gpu(name, gpu):
         assert "not with ROCm" in reason
 
 
-def test_float32_products_without_tf32(gpu):
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("high")
-        gpu(*GPUS["A100"][:3])
-        assert config.dot_precision() == "tf32"
-        gpu(*GPUS["MI250 (gfx90a)"][:3])
-        assert config.dot_precision() == "ieee"
-        torch.set_float32_matmul_precision("highest")
-        gpu(*GPUS["A100"][:3])
-        assert config.dot_precision() == "ieee"
-    finally:
-        torch.set_float32_matmul_precision(before)
+def test_float32_products_without_tf32(gpu, torch_settings):
+    for precision, name, expected in (
+        ("high", "A100", "tf32"), ("high", "MI250 (gfx90a)", "ieee"), ("highest", "A100", "ieee"),
+    ):
+        torch.set_float32_matmul_precision(precision)
+        gpu(*GPUS[name][:3])
+        assert config.dot_precision() == expected
 
 
 def test_every_gpu_has_tiles_of_every_kernel():

@@ -3,8 +3,6 @@
 import contextlib
 import itertools
 import math
-import os
-import subprocess
 import sys
 import textwrap
 from dataclasses import replace
@@ -13,6 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
+from judged_calls import DEVICE, ON_GPU
+from processes import run_python
 
 from decayattn import compatibility
 from decayattn.backends import registry
@@ -20,8 +20,6 @@ from decayattn.backends.planning import skipping
 from decayattn.check import __main__ as check
 from decayattn.check import calls
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 CPU = torch.device("cpu")
 TINY = calls.Case("triton", "dense", torch.float32, 8, 20, 1, 2, 1)
 EAGER = replace(TINY, backend="reference")
@@ -195,11 +193,7 @@ def test_program_runs_without_triton_and_interprets_it(interpreter):
             calls.cases = lambda device, unchecked: {{"triton": [tiny]}} if "triton" not in unchecked else {{}}
             print("exit status", check.main(["--device", "cpu"]))
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert finished.returncode == 0, finished.stderr
-    without, printed = finished.stdout.split("\n", 1)
+    without, printed = run_python("-c", textwrap.dedent(code), without="TRITON_INTERPRET").split("\n", 1)
     assert without.count("cannot be imported: ") == 2
     assert "pip install triton" in without
     assert without.endswith(", [])")  # no fault

@@ -12,7 +12,6 @@ SMALL = ["--model", "1", "16", "2", "20", "--checked", "12", "--tokens", "24", "
 @pytest.fixture(autouse=True)
 def without_gpu(monkeypatch):
     hide_gpu(monkeypatch)
-    monkeypatch.setenv("DECAYATTN_COMMIT", "abc")
     count_milliseconds(monkeypatch)
     monkeypatch.setattr(harness, "back_to_back", lambda call, count: (call(), 2.0)[1])
 

@@ -3,9 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
-import os
 import shlex
-import subprocess
 import sys
 import types
 from argparse import Namespace
@@ -15,7 +13,9 @@ import torch
 from benchmark_runs import hide_gpu, run
 from benchmarks import attention, context, fox, harness, overhead, peers, sequences, skipping, training
 from benchmarks.harness import Case
+from processes import run_python
 from repository_files import EXPERIMENTS, ROOT
+from studies import length_extrapolation
 
 from decayattn import decay_attention
 
@@ -239,14 +239,11 @@ def test_benchmarks_check_kernels_without_a_gpu(module, tmp_path, monkeypatch, c
 @pytest.mark.slow
 def test_attention_script_interprets_kernels_by_itself(interpreter):
     """Run as a user runs it, on a machine with a hidden GPU; it sets TRITON_INTERPRET itself."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
-    script = [sys.executable, str(EXPERIMENTS / "benchmarks/attention.py"), "--shapes", "1,9,1,16", "--decays", "none"]
-    run = subprocess.run(
-        script, env=environment | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, timeout=300, check=False,
+    printed = run_python(
+        EXPERIMENTS / "benchmarks/attention.py", "--shapes", "1,9,1,16", "--decays", "none",
+        without="TRITON_INTERPRET", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT),
     )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "triton, no decay: within the error budget" in run.stdout
+    assert "triton, no decay: within the error budget" in printed
 
 
 @pytest.mark.parametrize(("module", "argv", "message"), [
@@ -260,6 +257,11 @@ def test_attention_script_interprets_kernels_by_itself(interpreter):
     (context, "--decays fast", "expected none, alibi or a number, got 'fast'"),
     (training, "--head-dims 7", "expected even divisors of the width, 32, got 7"),
     (training, "--variants theirs", "--variants: expected all, or some of ours"),
+    (length_extrapolation, "--lengths 64", "--crops: expected as many numbers as --lengths"),
+    (length_extrapolation, "--lengths 60 256", "--lengths: expected multiples of --context"),
+    (length_extrapolation, "--heads 3", "--heads: expected a divisor of the width"),
+    (length_extrapolation, "--minutes 0", "expected a positive number, got 0"),
+    (length_extrapolation, "--schemes alibi2", "invalid choice: 'alibi2'"),
 ])
 def test_bad_options_are_refused(module, argv, message, capsys, monkeypatch):
     hide_gpu(monkeypatch)

@@ -10,14 +10,12 @@ from benchmark_runs import count_milliseconds, hide_gpu
 from benchmarks import harness, sequences
 from benchmarks.harness import Case
 from benchmarks.sequences import Eviction, Step, Workload, write
+from judged_calls import DEVICE
 from test_benchmark_harness import DECAYS, TINY
 
 from decayattn import decay_attention_varlen
 from decayattn.nn import DecayCache
 from decayattn.testing import call
-
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"  # of the decode kernels
 
 
 @pytest.fixture
@@ -120,14 +118,12 @@ def test_steps_are_judged_with_their_own_decay(decay):
     assert [c.name for c in comparisons] == ["out", "lse", "out", "lse"]
     assert all(c.passed for c in comparisons)
     for head in ((0, 1), (2, 3)):
-        wrong = out.clone()
-        wrong[head[0], :, head[1]] *= 1.02
-        violated = [c for c in sequences.verify_step(step, inputs, decay, (wrong, lse)) if not c.passed]
-        assert [(c.name, c.head) for c in violated] == [("out", head)]
-        wrong = lse.clone()
-        wrong[head] += 0.02
-        violated = [c for c in sequences.verify_step(step, inputs, decay, (out, wrong)) if not c.passed]
-        assert [(c.name, c.head) for c in violated] == [("lse", head)]
+        wrong_out, wrong_lse = out.clone(), lse.clone()
+        wrong_out[head[0], :, head[1]] *= 1.02
+        wrong_lse[head] += 0.02
+        for name, results in (("out", (wrong_out, lse)), ("lse", (out, wrong_lse))):
+            violated = [c for c in sequences.verify_step(step, inputs, decay, results) if not c.passed]
+            assert [(c.name, c.head) for c in violated] == [(name, head)]
     for other in set(DECAYS) - {decay}:
         assert not any(c.passed for c in sequences.verify_step(step, inputs, other, (out, lse)))
 

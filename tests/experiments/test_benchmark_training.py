@@ -21,7 +21,6 @@ NAMES = ["ours", "cudnn", IDENTITY]
 @pytest.fixture(autouse=True)
 def without_gpu(monkeypatch):
     hide_gpu(monkeypatch)
-    monkeypatch.setenv("DECAYATTN_COMMIT", "abc")
 
 
 @pytest.fixture
@@ -136,7 +135,7 @@ def test_strategies_are_compared_step_by_step(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("interpreter", "processes_that_meet")
+@pytest.mark.usefixtures("interpreter", "cpu_ranks")
 def test_strategies_are_run_once(tmp_path):
     (tmp_path / "text").write_bytes(b"abracadabra, " * 200)
     argv = ["--output", str(tmp_path / "found.json"), "--strategies", "one", "context, heads",
@@ -165,7 +164,7 @@ def test_a_failed_strategy_is_reported_and_not_kept(tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("interpreter", "processes_that_meet")
+@pytest.mark.usefixtures("interpreter", "cpu_ranks")
 def test_context_script_runs_without_a_gpu(tmp_path, capfd):
     """But for the kernels, which tests/distributed interprets. A second call does what the first one lacks."""
     argv = ["--check-length", "24", "--decays", "-1", "--backend", "reference"]

@@ -1,12 +1,10 @@
 """Checks of GPU kernels on any machine: they compile, fit, and, on sm_90, keep their products asynchronous."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
+from processes import run_python
 from repository_files import EXPERIMENTS
 
 SCRIPT = EXPERIMENTS / "tools/compile_kernels.py"
@@ -18,13 +16,7 @@ KERNELS = {
 
 def compile_kernels(*options: str) -> str:
     """Output of the script in a process of its own: under the interpreter, which this one may use, nothing compiles."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, str(SCRIPT), *options], env=environment, capture_output=True, text=True, timeout=900,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+    return run_python(SCRIPT, *options, without="TRITON_INTERPRET")
 
 
 @pytest.mark.slow

@@ -2,32 +2,25 @@
 
 import fuzzed_slices
 import pytest
-from distributed_pool import Pool
 from tools import fuzz_context
 from tools.fuzzing.slices import draw_slices
 
 SHORT = ["--longest", "40", "--backend", "reference", "--family", "1", "--device", "cpu"]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with Pool(2) as started:
-        yield started
-
-
 @pytest.mark.xdist_group("distributed")
-def test_ranks_within_the_budget(pool):
-    found = pool.run("fuzzed_slices.fuzzed", [*SHORT, "--calls", "6"])
+def test_ranks_within_the_budget(cpu_ranks):
+    found = cpu_ranks("fuzzed_slices.fuzzed", [*SHORT, "--calls", "6"])
     assert [status for status, _ in found] == [0, 0], found[0][1]
     assert "6 calls in" in found[0][1]
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("distributed")
-def test_kernels_within_the_budget(pool, interpreter):
+def test_kernels_within_the_budget(cpu_ranks, interpreter):
     argv = ["--longest", "100", "--calls", "8", "--backend", "triton", "--family", "2", "--device", "cpu"]
     for given in (argv, [*SHORT, "--seed", "1", "--calls", "60"]):
-        found = pool.run("fuzzed_slices.fuzzed", given, seconds=300)
+        found = cpu_ranks("fuzzed_slices.fuzzed", given, seconds=300)
         assert [status for status, _ in found] == [0, 0], found[0][1]
 
 
@@ -37,14 +30,14 @@ def test_kernels_within_the_budget(pool, interpreter):
         ("without_a_key", "reference out"), ("one_gradient", "reference dq"))),
     ("raises", "raised rank 1 RuntimeError fuzzed_slices.py"),
 ])
-def test_faults_fail_with_the_command_that_repeats_them(pool, wrong, said):
-    found = pool.run("fuzzed_slices.fuzzed", [*SHORT, "--calls", "15"], getattr(fuzzed_slices, wrong))
+def test_faults_fail_with_the_command_that_repeats_them(cpu_ranks, wrong, said):
+    found = cpu_ranks("fuzzed_slices.fuzzed", [*SHORT, "--calls", "15"], getattr(fuzzed_slices, wrong))
     assert [status for status, _ in found] == [1, 1]
     line = next(line for line in found[0][1].splitlines() if line.startswith("FAILED"))
     assert said in line
     again = line.removeprefix("FAILED python experiments/tools/fuzz_context.py ").split(":")[0].split()
     assert again[:2] == ["--ranks", "2"]
-    again, printed = pool.run("fuzzed_slices.fuzzed", again[2:], getattr(fuzzed_slices, wrong))[0]
+    again, printed = cpu_ranks("fuzzed_slices.fuzzed", again[2:], getattr(fuzzed_slices, wrong))[0]
     assert again == 1
     assert line in printed
 

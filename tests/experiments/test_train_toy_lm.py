@@ -393,7 +393,7 @@ def test_tensor_parallel_copies_get_one_gradient(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("processes_that_meet")
+@pytest.mark.usefixtures("cpu_ranks")
 @pytest.mark.parametrize(("fault", "message"), [
     ("rank == 0: os.kill(os.getpid(), signal.SIGTERM)", "interrupted after step 3; continue from step 3"),
     ("rank == 1: os.kill(os.getpid(), signal.SIGKILL)", ""),

@@ -14,6 +14,7 @@ def hide_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run on the CPU; it also keeps a test from writing to results/, where a GPU's figures are."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("DECAYATTN_COMMIT", "abc")
 
 
 def count_milliseconds(monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> None:

@@ -11,6 +11,10 @@ from decayattn import DecayFlashAttention, decay_attention
 WIDTH, HEADS = 12, 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # elsewhere Triton's interpreter runs the kernels
 BACKENDS = ["reference", "triton"]
+EVERYTHING = {
+    "num_kv_heads": 2, "head_dim": 6, "value_dim": 5, "bias": True, "qk_norm": True, "output_gate": True,
+    "scale": "learned",
+}
 PRO = {"kv_shift": True, "output_norm": True, "output_gate": True, "qk_norm": "per_head"}
 GROUPED_PRO = PRO | {"num_kv_heads": 2, "head_dim": 6, "value_dim": 5, "bias": True}
 

@@ -7,6 +7,7 @@ import math
 import os
 import weakref
 
+import judged_calls
 import pytest
 import torch
 import torch.distributed as dist
@@ -511,15 +512,7 @@ def captured(group, mode, options, before=3):
     def attend():
         return context_parallel_attention(q, k, v, log_decay, group=group, mode=mode, **options)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(before):
-            attend()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attend()
+    graph, out = judged_calls.captured(attend, before)
     collectives._constant.cache_clear()
     others = [torch.full((64,), -1, dtype=torch.int64, device="cuda") for _ in range(64)]  # at their addresses
     q.normal_()

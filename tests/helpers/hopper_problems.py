@@ -1,12 +1,14 @@
 """Problems for the Hopper kernels: on a GPU, or, where there is none, on a CPU (gluon_on_cpu)."""
 
 import contextlib
+import functools
 import itertools
 import math
 import random
 from typing import Any
 from unittest import mock
 
+import judged_calls
 import torch
 from gluon_on_cpu import Kernel
 
@@ -14,10 +16,11 @@ from decayattn.backends.hopper import backend as hopper
 from decayattn.backends.hopper.backward import launch as launch_backward
 from decayattn.backends.hopper.forward import launch
 from decayattn.backends.runtime import launching
-from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, F16 = torch.bfloat16, torch.float16
+int32 = functools.partial(judged_calls.int32, device=DEVICE)
+verify = functools.partial(judged_calls.verify, backend="hopper")
 FORWARD, GRADIENTS = launch.forward_kernel, launch_backward.gradients_kernel
 # D_v of a D, if it is another one: the backward has kernels for those two
 VALUE_DIMS = {192: 128}
@@ -61,10 +64,6 @@ def make(
     return dict(q=q, k=k, v=v, log_decay=log_decay)
 
 
-def int32(*numbers) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
-
-
 def make_packed(rows, keys=None, *, outside=5, resets=0.0, **options) -> dict:
     """Sequences of these rows and keys for verify_attention_varlen. Tokens before and after them hold NaN."""
     lengths = {"q": rows, "k": rows if keys is None else keys}
@@ -79,11 +78,6 @@ def make_packed(rows, keys=None, *, outside=5, resets=0.0, **options) -> dict:
         end = ends["q" if name == "q" else "k"][-1]
         inputs[name][:outside] = inputs[name][end:] = math.nan
     return inputs | dict(cu_seqlens_q=int32(*ends["q"]), cu_seqlens_k=int32(*ends["k"]))
-
-
-def verify(inputs: dict, **options) -> None:
-    check = verify_attention_varlen if "cu_seqlens_q" in inputs else verify_attention
-    assert_within_budget(check(**inputs, backend="hopper", **options))
 
 
 def row_scales(inputs: dict, per: str = "row") -> torch.Tensor:

@@ -8,10 +8,12 @@ import shutil
 import torch
 
 from decayattn import decay_attention
-from decayattn.testing import assert_within_budget, verify_attention
+from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
 # for torch.compile; on a CPU, inductor calls a C++ compiler, and without one, tests are about one graph that is right
-_CAN_COMPILE = torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "g++"))
+_CAN_COMPILE = ON_GPU or shutil.which(os.environ.get("CXX", "g++"))
 COMPILER = "inductor" if _CAN_COMPILE else "aot_eager"
 
 
@@ -41,16 +43,23 @@ def make_inputs(
     }
 
 
-def int32(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32)
+def int32(*numbers, device="cpu"):
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
-def captured(run):
-    """(CUDA graph of a run, its results)."""
+def verify(inputs, backend, **options):
+    """Judge a call, of packed sequences if it has their ends."""
+    check = verify_attention_varlen if "cu_seqlens_q" in inputs.keys() | options else verify_attention
+    assert_within_budget(check(**inputs, **options, backend=backend))
+
+
+def captured(run, before=1):
+    """(CUDA graph of a run, its results). before: number of runs before the capture."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        run()  # compiles
+        for _ in range(before):
+            run()  # compiles
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -5,8 +5,6 @@ The order of warps is in backends/hopper/test_hopper_on_cpu.py.
 
 import json
 import os
-import subprocess
-import sys
 from copy import copy as copy_of
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +17,7 @@ import triton
 import triton.language as tl
 from gluon_on_cpu import arrays, values
 from gluon_on_cpu.arrays import Array, Pointer
+from processes import run_python
 from repository_files import ROOT
 from triton.runtime import interpreter as triton_interpreter
 
@@ -57,10 +56,9 @@ print(json.dumps([digest.hexdigest(), added_up]))
 @pytest.mark.slow  # two processes that import torch
 def test_results_equal_the_plain_interpreter(interpreter):
     path = os.pathsep.join([str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     (expected, expected_sums), (found, sums) = (
-        json.loads(subprocess.check_output([sys.executable, "-c", SCRIPT, how], env=environment, timeout=300))
-        for how in ("plain", "hurry")
+        json.loads(run_python("-c", SCRIPT, how, **environment)) for how in ("plain", "hurry")
     )
     assert found == expected
     assert sums == pytest.approx(expected_sums, rel=1e-4, abs=1e-5)

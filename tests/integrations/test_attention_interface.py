@@ -9,8 +9,6 @@ import pickle
 import sys
 import types
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
-
 import pytest
 import torch
 from repository_files import ROOT

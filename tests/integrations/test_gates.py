@@ -2,9 +2,6 @@
 
 import copy
 import math
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 import pytest
 import torch

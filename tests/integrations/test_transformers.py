@@ -3,10 +3,7 @@
 import copy
 import inspect
 import math
-import os
 import re
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 import pytest
 import torch

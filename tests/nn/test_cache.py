@@ -6,6 +6,7 @@ import math
 import pickle
 from unittest import mock
 
+import cached_layers
 import pytest
 import torch
 from cached_layers import BACKENDS, DEVICE, GROUPED_PRO, HEADS, PRO, WIDTH, Resets, Rotary, build, by_hand, tokens
@@ -19,12 +20,7 @@ from decayattn.nn import ConstantDecay, DecayCache, ScalarDecay
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 OPTIONS = {
-    "plain": {},
-    "everything": {
-        "num_kv_heads": 2, "head_dim": 6, "value_dim": 5, "bias": True, "qk_norm": True, "output_gate": True,
-        "scale": "learned",
-    },
-    "window and sink": {"window_size": (6, 0), "sink": True},
+    "plain": {}, "everything": cached_layers.EVERYTHING, "window and sink": {"window_size": (6, 0), "sink": True},
     "pro": GROUPED_PRO | {"position": Rotary()}, "pro and window": PRO | {"window_size": (4, 0)},
     "shift": {"kv_shift": True, "num_kv_heads": 1, "sink": True},
 }

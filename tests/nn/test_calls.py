@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from cached_layers import GROUPED_PRO, HEADS, WIDTH, Resets, Rotary, by_hand
+from cached_layers import EVERYTHING, GROUPED_PRO, HEADS, WIDTH, Resets, Rotary, by_hand
 from cached_layers import build as build_layer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -22,9 +22,7 @@ LAYERS = {
     "not causal": {"causal": False, "kv_shift": True, "output_norm": True}, "pro": GROUPED_PRO,
     "rotary": {"position": Rotary(), "head_dim": 6, "scale": -1, "qk_norm": "per_head"},
     "one key head": {"num_kv_heads": 1, "value_dim": 7, "kv_shift": True, "scale": "learned", "sink": True},
-    "everything": {
-        "num_kv_heads": 2, "value_dim": 5, "bias": True, "qk_norm": True, "output_gate": True, "scale": "learned",
-    },
+    "everything": EVERYTHING,
 }
 
 

@@ -108,14 +108,11 @@ def test_decay_is_float32_under_autocast_and_after_double(kind, dtype):
 
 
 @pytest.mark.parametrize("default", NARROW)
-def test_narrow_default_dtype_builds_decays_in_float32(default):
-    previous = torch.get_default_dtype()
+def test_narrow_default_dtype_builds_decays_in_float32(default, torch_settings):
     torch.set_default_dtype(default)
-    try:
-        built = [ScalarDecay(6, 4), ConstantDecay.alibi(4), ConstantDecay.alibi(4, learned=True)]
-        layer = DecayFlashAttention(8, 4)
-    finally:
-        torch.set_default_dtype(previous)
+    built = [ScalarDecay(6, 4), ConstantDecay.alibi(4), ConstantDecay.alibi(4, learned=True)]
+    layer = DecayFlashAttention(8, 4)
+    torch.set_default_dtype(torch.float32)
     for decay in (*built, layer.decay):
         assert all(tensor.dtype == torch.float32 for tensor in decay.state_dict().values())
     assert torch.equal(built[0].bias, ScalarDecay(6, 4).bias)

@@ -8,6 +8,7 @@ import sys
 import tarfile
 
 import pytest
+from processes import run_python
 from repository_files import ROOT
 
 import decayattn
@@ -103,9 +104,7 @@ def test_distributions_work_without_the_repository(tmp_path):
 
     def build(what, source):
         program = f"from setuptools import build_meta; print(build_meta.build_{what}({str(built)!r}))"
-        run = subprocess.run([sys.executable, "-c", program], cwd=source, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stdout + run.stderr
-        return built / run.stdout.splitlines()[-1]
+        return built / run_python("-c", program, cwd=source).splitlines()[-1]
 
     built.mkdir()
     with tarfile.open(build("sdist", copy)) as archive:
@@ -115,10 +114,7 @@ def test_distributions_work_without_the_repository(tmp_path):
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     assert {file for file in files if not (unpacked / file).exists()} == set()
     shutil.unpack_archive(build("wheel", unpacked), installed, "zip")
-    environment = os.environ | {"PYTHONPATH": str(installed)}
-    program = [sys.executable, "-c", IN_A_WHEEL, str(installed)]
-    run = subprocess.run(program, cwd=built, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    run_python("-c", IN_A_WHEEL, installed, cwd=built, PYTHONPATH=str(installed))
 
 
 def test_citation_and_changelog_name_this_version():

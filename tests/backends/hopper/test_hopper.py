@@ -84,10 +84,8 @@ def passes(monkeypatch) -> list[int] | None:
 
 
 @pytest.fixture
-def deterministic():
+def deterministic(torch_settings):
     torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from judged_calls import COMPILER, make_inputs
+from judged_calls import COMPILER, ON_GPU, make_inputs, verify
 
 from decayattn import attention_rows, decay_attention, visited_fraction
 from decayattn.backends.planning import prefix, sequences, skipping
@@ -16,9 +16,7 @@ from decayattn.backends.portable import config
 from decayattn.backends.registry import load
 from decayattn.normalize import tolerance_of, window_of
 from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem
-from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
 
-ON_GPU = torch.cuda.is_available()
 INF = math.inf
 ROWS, BLOCK = GRANULE, DECAY_BLOCK
 HARMLESS = 1e-3  # a tolerance that is not too small to be reached within short sequences
@@ -433,11 +431,6 @@ def test_packed_sequences_are_planned_one_by_one(decay, device, monkeypatch):
 # Results
 
 
-def verify(inputs, **options) -> None:
-    check = verify_attention_varlen if "cu_seqlens_q" in options else verify_attention
-    assert_within_budget(check(**inputs, **options, backend="triton"))
-
-
 @pytest.fixture
 def visited(monkeypatch):
     """Require that calls in this test skip something; else it would not test skipping."""
@@ -469,12 +462,12 @@ def test_results_within_the_error_budget(rows, keys, options, call, device, visi
     if options.get("decay") == "walk":
         inputs["log_decay"] -= 1.0
     padding = {name: torch.tensor(x, dtype=torch.int32, device=device) for name, x in call.items() if type(x) is list}
-    verify(inputs, **call | padding)
+    verify(inputs, "triton", **call | padding)
 
 
 def test_packed_results_within_the_error_budget(device, visited):
     inputs, lengths = packed(device, [40, 300], [40, 380])
-    verify({name: x[0] for name, x in inputs.items() if x is not None}, **lengths)
+    verify({name: x[0] for name, x in inputs.items() if x is not None}, "triton", **lengths)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the GPU's configuration has the tiles")
@@ -482,7 +475,7 @@ def test_tiles_of_several_granules(device, visited, monkeypatch):
     monkeypatch.setattr(config, "_INTERPRETER", config.TileConfig(128, 64, 4, 1))
     inputs = make(device, 330, 330)
     inputs["q"][:, 250:255] *= 8  # of the two granules in their tile one visits more
-    verify(inputs)
+    verify(inputs, "triton")
 
 
 # PyTorch

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from judged_calls import DEVICE, ON_GPU
 from pairwise import pairwise
 
 from decayattn import decay_attention, reference
@@ -17,7 +18,6 @@ from decayattn.problem import Inputs
 from decayattn.reference import CacheBuffers
 from decayattn.testing import assert_within_budget, verify_attention
 
-ON_GPU = torch.cuda.is_available()
 # in the interpreter bfloat16 products are wrong
 DTYPES = [torch.float16, torch.float32, torch.float64] + ([torch.bfloat16] if ON_GPU else [])
 
@@ -238,7 +238,6 @@ def test_nan_in_a_query_stays_in_its_row():
 
 # New tokens in a cache: the kernel against the eager code, and that against the definition
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS, KV_HEADS, ROOM = 3, 4, 2, 400
 
 

@@ -1,9 +1,12 @@
 """The kernels against the float64 oracle by the error budget: every output and gradient, on shapes that fit nothing."""
 
+import functools
 from dataclasses import dataclass, replace
 
+import judged_calls
 import pytest
 import torch
+from judged_calls import DEVICE, ON_GPU
 from pairwise import pairwise
 
 from decayattn import decay_attention
@@ -12,13 +15,12 @@ from decayattn.backends.runtime import launching
 from decayattn.problem import AttentionProblem
 from decayattn.testing import assert_within_budget, verify_attention
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
 # in the interpreter bfloat16 products are wrong (the backend refuses them), and every tile costs milliseconds
 DTYPES = [F16, F32, F64] + ([torch.bfloat16] if ON_GPU else [])
 DECAYS = ["none", "constant", "scalar"]
 LONG = 1025 if ON_GPU else 300
+verify = functools.partial(judged_calls.verify, backend="triton")
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,6 @@ class Case:
             scale=torch.randn(rows, **wide) if self.row_scale else None,
             causal=self.causal,
         )
-
-
-def verify(inputs: dict, **options) -> None:
-    assert_within_budget(verify_attention(**inputs, backend="triton", **options))
 
 
 def name(case: Case) -> str:

@@ -4,22 +4,24 @@ The oracle evaluates every sequence alone, so whatever crosses a boundary shows.
 and blocks of the decay prefix 128 tokens: the lengths here are multiples of neither, and some are longer than both.
 """
 
+import functools
 import itertools
 import math
 
+import judged_calls
 import pytest
 import torch
-from judged_calls import SINK_CHECKS, captured, first_entry, leading_sink_keeps_its_bits, make_inputs
+from judged_calls import DEVICE, ON_GPU, SINK_CHECKS, captured, first_entry, leading_sink_keeps_its_bits, make_inputs
 
 from decayattn import decay_attention, decay_attention_varlen, validation
 from decayattn.backends.planning import sequences
 from decayattn.backends.registry import unavailable
-from decayattn.testing import assert_within_budget, verify_attention, verify_attention_varlen
+from decayattn.testing import assert_within_budget, verify_attention
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 INF = math.inf
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
+int32 = functools.partial(judged_calls.int32, device=DEVICE)
+verify = functools.partial(judged_calls.verify, backend="triton")
 
 
 def make(rows, keys, decay="scalar", *, batch=1, heads=2, kv_heads=1, dtype=F32, row_scale=False, sink=False) -> dict:
@@ -33,19 +35,10 @@ def make_packed(*args, **options) -> dict:
     return first_entry(make(*args, **options))
 
 
-def int32(*numbers) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
-
-
 def offsets(rows, keys=None) -> dict:
     """cu_seqlens of sequences with these rows and keys."""
     ends = [[0, *itertools.accumulate(lengths)] for lengths in (rows, rows if keys is None else keys)]
     return dict(zip(("cu_seqlens_q", "cu_seqlens_k"), (int32(*end) for end in ends), strict=True))
-
-
-def verify(inputs: dict, **options) -> None:
-    check = verify_attention_varlen if "cu_seqlens_q" in inputs else verify_attention
-    assert_within_budget(check(**inputs, **options, backend="triton"))
 
 
 # The error budget

@@ -15,15 +15,13 @@ from gluon_on_cpu.shared_memory import Shared
 class Barriers:
     """Memory for mbarriers."""
 
-    def __init__(self, barriers: list[machine.Barrier | None]) -> None:
+    def __init__(self, barriers: list[machine.Barrier | None], first: int = 0) -> None:
         self.barriers = barriers
-        self.first = 0
+        self.first = first
 
     def index(self, n: Array | int) -> "Barriers":
-        one = Barriers(self.barriers)
-        one.first = int(n)
-        assert 0 <= one.first < len(self.barriers)
-        return one
+        assert 0 <= int(n) < len(self.barriers)
+        return Barriers(self.barriers, int(n))
 
     @property
     def one(self) -> machine.Barrier:
