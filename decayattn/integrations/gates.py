@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, initialization
 from transformers.cache_utils import Cache
 
-from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, spread_half_lives
+from decayattn.nn.attention import DecayFlashAttention
+from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, Spared, spread_half_lives
 from decayattn.validation import check_half_lives
 
 NAME = "decayattn"  # of the attention function
@@ -174,36 +175,43 @@ def _insert(model: nn.Module, added: dict[str, Any]) -> bool:
 
 
 @torch.no_grad()
-def initialise(decay: Decay) -> None:
-    """Write a decay's initial values, except where a checkpoint brought values: initialization.copy_ skips those."""
-    start = copy.deepcopy(decay)
-    start.reset_parameters()  # type: ignore[operator]
-    own, values = (m.state_dict(keep_vars=True).values() for m in (decay, start))
-    for tensor, value in zip(own, values, strict=True):
-        initialization.copy_(tensor, value)
+def initialise(module: nn.Module) -> None:
+    """Write our modules' own initial values, except where a checkpoint brought values: `initialization` skips those."""
+    if isinstance(module, DecayFlashAttention):
+        for parameter in module._spared():
+            initialization.zeros_(parameter)
+    elif isinstance(module, Decay) and hasattr(module, "reset_parameters"):
+        start = copy.deepcopy(module)
+        start.reset_parameters()  # type: ignore[operator]
+        own, values = ((*m.parameters(), *m.buffers()) for m in (module, start))
+        for tensor, value in zip(own, values, strict=True):
+            initialization.copy_(tensor, value)
 
 
-def _init_weights(model: PreTrainedModel, module: nn.Module) -> None:
-    if isinstance(module, Decay):
+_initialize_weights, _post_init = PreTrainedModel._initialize_weights, PreTrainedModel.post_init
+
+
+@functools.wraps(_initialize_weights)  # called for every module that may lack values
+def _initialize_ours(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Also initialise our modules that were built on the meta device, as from_pretrained does."""
+    if vars(module).pop("_lacks_values", False):
         initialise(module)
-    else:
-        type(model)._init_weights(model, module)
-
-
-_post_init = PreTrainedModel.post_init
+    _initialize_weights(self, module, *args, **kwargs)  # the model's own rule may replace the values
 
 
 @functools.wraps(_post_init)  # called when a model is created
 def _restoring_post_init(self: PreTrainedModel) -> None:
-    """Also restore the decay of the configuration."""
+    """Also restore the decay of the configuration, and mark our modules that have no values yet."""
     added = getattr(self.config, "added_decay", None)
     if added is not None:
         _insert(self, added)
         self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "decay"}
-        self._init_weights = functools.partial(_init_weights, self)
+    for module in self.modules():
+        if isinstance(module, Spared):
+            module._lacks_values = any(x.is_meta for x in (*module.parameters(), *module.buffers()))
     _post_init(self)
     if added is not None:
         self.set_attn_implementation(NAME)
 
 
-PreTrainedModel.post_init = _restoring_post_init
+PreTrainedModel._initialize_weights, PreTrainedModel.post_init = _initialize_ours, _restoring_post_init

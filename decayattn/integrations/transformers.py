@@ -2,8 +2,9 @@
 
 Importing this module registers the model with transformers' Auto classes, so import it before you load a checkpoint.
 `AutoConfig.for_model("decayattn", hidden_size=768, …)` makes a configuration. The import also registers
-attn_implementation="decayattn" for ordinary models (attention_interface). Trainer gives no weight decay to decays,
-sinks and learned scales, in any model with layers of this library. Needs the extra `transformers`.
+attn_implementation="decayattn" for ordinary models (attention_interface). In any model with layers of this library,
+Trainer gives no weight decay to decays, sinks and learned scales. from_pretrained gives the layer's initial values to
+those that a checkpoint lacks. Needs the extra `transformers`.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, Trainer, initialization, modeling_layers
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, Trainer, modeling_layers
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
@@ -358,14 +359,9 @@ class DecayPreTrainedModel(PreTrainedModel):
     # Decay modules refuse to become narrower anyway; this is for loaders that read it
     _keep_in_fp32_modules_strict = ["self_attn.decay"]  # noqa: RUF012
 
-    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (ScalarDecay, ConstantDecay)):
-            gates.initialise(module)
-        else:
-            super()._init_weights(module)
-        if isinstance(module, DecayFlashAttention) and module.sink is not None:
-            initialization.zeros_(module.sink)
+        super()._init_weights(module)
+        gates.initialise(module)
 
 
 class DecayModel(DecayPreTrainedModel):

@@ -573,6 +573,34 @@ def test_tensors_missing_in_a_checkpoint_start_as_new(decay, tmp_path):
         assert torch.equal(value, (fresh if name in lost else saved)[name]), name
 
 
+class OwnModel(transformers.PreTrainedModel):
+    """A user's own model, with values of its own for a new layer."""
+
+    config_class = transformers.PretrainedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer = DecayFlashAttention(16, 4, **config.layer)
+        for name, value in self.layer.state_dict().items():
+            if re.search("decay|sink|log_scale", name):
+                value.add_(0.5)
+        self.post_init()
+
+
+@pytest.mark.parametrize("kind", ["scalar", "alibi", "alibi-learned", "none"])
+def test_own_models_start_tensors_missing_in_a_checkpoint(kind, tmp_path):
+    layer = dict(decay=kind, sink=True, scale="learned")
+    model, fresh = OwnModel(transformers.PretrainedConfig(layer=layer)), DecayFlashAttention(16, 4, **layer)
+    expected = {name: x for name, x in fresh.state_dict().items() if "_proj" not in name}
+    saved = model.layer.state_dict()
+    assert not any(torch.equal(saved[name], x) for name, x in expected.items())  # a new model keeps its own values
+    kept = {name: x for name, x in saved.items() if name in ("decay.weight", "decay.sign", "log_scale")}
+    model.save_pretrained(tmp_path, state_dict={f"layer.{name}": x for name, x in kept.items()})
+    loaded = OwnModel.from_pretrained(tmp_path).layer.state_dict()
+    for name, value in (expected | kept).items():
+        assert torch.equal(loaded[name], value), name
+
+
 def test_new_model_starts_as_configured():
     torch.manual_seed(0)
     config = DecayConfig(vocab_size=500, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
