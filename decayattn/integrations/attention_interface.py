@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from decayattn.functional import decay_attention, decay_attention_varlen
-from decayattn.integrations.gates import NAME, split_key
+from decayattn.integrations.gates import NAME, guard_rates, split_key
 from decayattn.nn.attention import mask_bounds
 
 _REFUSED = {
@@ -237,9 +237,10 @@ def _get_checked(self: PreTrainedModel, requested_attention: str | None, *args: 
 
 @functools.wraps(_set)  # which only warns about models that cannot change
 def _set_checked(self: PreTrainedModel, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
-    if attn_implementation == NAME:
-        for model in self.modules():
-            if isinstance(model, PreTrainedModel):
+    for model in self.modules():
+        if isinstance(model, PreTrainedModel):
+            guard_rates(model)
+            if attn_implementation == NAME:
                 _check_support(model)
     _set(self, attn_implementation, *args, **kwargs)
 

@@ -139,13 +139,34 @@ class _CarryingCache:
         setattr(self._cache, name, value)
 
 
+def _check_attention(config: Any, decay: str) -> None:
+    if config._attn_implementation != NAME:
+        raise RuntimeError(
+            f"attn_implementation: expected {NAME!r}, because the model has {decay}, got "
+            f"{config._attn_implementation!r}; call model.set_attn_implementation({NAME!r})"
+        )
+
+
+def _check_rates(model: nn.Module, _: tuple) -> None:
+    """Pre-hook of a model: refuse an attention that ignores its fixed rates."""
+    if getattr(model.config, "log_decay", None) is not None:
+        _check_attention(model.config, "the fixed rates of config.log_decay")
+
+
+def guard_rates(model: PreTrainedModel) -> None:
+    """Add that hook to a model with config.log_decay; one with layers of this library may read it itself."""
+    if (
+        getattr(model.config, "log_decay", None) is not None
+        and (model._supports_flash_attn or model._supports_sdpa)
+        and _check_rates not in model._forward_pre_hooks.values()
+        and not any(isinstance(module, Spared) for module in model.modules())
+    ):
+        model.register_forward_pre_hook(_check_rates)
+
+
 def _decay(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Pre-hook of an attention layer: compute its log_decay for `split_key` and for the cache."""
-    if module.config._attn_implementation != NAME:  # type: ignore[union-attr]
-        raise RuntimeError(
-            f"attn_implementation: expected {NAME!r}, because the model has an added decay, got "
-            f"{module.config._attn_implementation!r}; call model.set_attn_implementation({NAME!r})"  # type: ignore[union-attr]
-        )
+    _check_attention(module.config, "an added decay")
     log_decay = module.decay(args[0] if args else kwargs["hidden_states"])  # type: ignore[operator]
     module._log_decay, module._carried = log_decay, None  # type: ignore[assignment]
 
@@ -209,6 +230,7 @@ def _restoring_post_init(self: PreTrainedModel) -> None:
     for module in self.modules():
         if isinstance(module, Spared):
             module._lacks_values = any(x.is_meta for x in (*module.parameters(), *module.buffers()))
+    guard_rates(self)
     _post_init(self)
     if added is not None:
         self.set_attn_implementation(NAME)

@@ -217,6 +217,22 @@ def test_gate_refuses_quantised_caches_and_other_attention():
         model(tokens())
 
 
+def test_fixed_rates_refuse_other_attention():
+    """Also rates that the configuration gets later."""
+    model, later = build(log_decay=alibi_log_decay(4)), build()
+    later.set_attn_implementation("decayattn")
+    later.config.log_decay = alibi_log_decay(4)
+    for each in (model, later):
+        each.set_attn_implementation("sdpa")
+        with pytest.raises(RuntimeError, match=r"the fixed rates of config.log_decay, got 'sdpa'; call model.set_attn"):
+            each(tokens())
+        each.set_attn_implementation("decayattn")
+        each(tokens())
+    model.config.log_decay = None
+    model.set_attn_implementation("sdpa")
+    model(tokens())
+
+
 def bloom():
     return transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
 
