@@ -338,7 +338,11 @@ class DecayFlashAttention(Spared):
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = v.unflatten(-1, (self.num_kv_heads, self.value_dim))
         if log_decay is None and self.decay is not None:
-            log_decay = self.decay(x)
+            if (log_decay := self.decay(x)) is None:
+                raise TypeError(
+                    "decay: expected a module that returns log_decay, (H,) or (B, T, H), got None from "
+                    f"{type(self.decay).__name__}; return it, or build the layer with decay='none'"
+                )
             if isinstance(log_decay, Tensor) and log_decay.ndim > 2 and log_decay.shape[1] != x.shape[1]:
                 shape = tuple(log_decay.shape)  # resets would broadcast one of a single token
                 raise ValueError(f"decay: expected log_decay (B, T, H) with T = {x.shape[1]}, got {shape}")
@@ -639,6 +643,8 @@ def _build_decay(decay: DecayPreset | nn.Module, embed_dim: int, num_heads: int,
     if isinstance(decay, nn.Module):
         if isinstance(decay, Decay) and decay.num_heads != num_heads:
             raise ValueError(f"decay: expected a module for {num_heads} heads, got one for {decay.num_heads}")
+        if isinstance(decay, Decay) and (width := getattr(decay, "embed_dim", embed_dim)) != embed_dim:
+            raise ValueError(f"decay: expected a module for embed_dim = {embed_dim}, got one for {width}")
         return decay
     expected = f"{', '.join(map(repr, DECAYS))} or a module"
     if not isinstance(decay, str):

@@ -90,6 +90,13 @@ def test_repr_names_sizes_and_options():
 # Errors
 
 
+def test_error_names_a_decay_without_a_result():
+    layer = DecayFlashAttention(16, 4, decay=nn.Linear(16, 4))
+    layer.decay.forward = lambda x: None  # without `return`
+    with pytest.raises(TypeError, match=r"decay: expected .* \(B, T, H\), got None from Linear; .* decay='none'"):
+        layer(torch.zeros(2, 5, 16))
+
+
 @pytest.mark.parametrize(("arguments", "options", "error", "message"), [
     ((0, 4), {}, ValueError, "embed_dim: expected at least 1, got 0"),
     ((12.0, 4), {}, TypeError, "embed_dim: expected an int, got 12.0 of type float"),
@@ -101,6 +108,7 @@ def test_repr_names_sizes_and_options():
     ((12, 4, 0.1), {}, TypeError, "DecayFlashAttention: expected embed_dim and num_heads, .* got 1 more"),
     ((12, 4), {"decay": None}, TypeError, "decay: expected .* or a module, got None of type NoneType"),
     ((12, 4), {"decay": ConstantDecay.alibi(8)}, ValueError, "decay: expected a module for 4 heads, got one for 8"),
+    ((12, 4), {"decay": ScalarDecay(8, 4)}, ValueError, "decay: expected a module for embed_dim = 12, got one for 8"),
     *(((12, 4), {name: 1}, TypeError, f"{name}: expected a bool, got 1 of type int")
       for name in ("causal", "bias", "output_gate", "sink", "kv_shift", "output_norm")),
     ((12, 4), {"qk_norm": None}, TypeError, "qk_norm: expected a bool or .per_head., got None"),
