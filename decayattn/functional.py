@@ -284,8 +284,12 @@ def visited_fraction(
     """
     q, k = normalize.autocast(q, k)
     problem, inputs = normalize.dense(q, k, k, log_decay, scale, True, window_size, skip_tolerance=skip_tolerance)
-    if registry.select(problem, "triton") == "reference":  # meta tensors: nothing runs
+    if q.is_meta:  # nothing runs
         return q.new_empty(problem.batch, problem.num_heads, dtype=torch.float32)
+    if (reason := registry.unavailable("triton", problem.dtype, problem.device)) is not None:
+        raise ValueError(
+            f"visited_fraction: expected q on a CUDA GPU, where its planning kernels run, got {q.device}: {reason}"
+        )
     from decayattn.backends.planning import skipping  # imports Triton
 
     with torch.cuda.device_of(q):
