@@ -3,7 +3,6 @@
 import difflib
 import functools
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeGuard, TypeVar
@@ -238,9 +237,9 @@ def _check_log_decay(log_decay: Tensor | float | None, q: Tensor, k: Tensor, axe
     if log_decay is None:
         return False
     if is_real(log_decay):
-        # a number too low for the dtype is a reset, like any below −746
-        if not is_finite(log_decay, q.dtype) and not -math.inf < log_decay < 0:
-            raise ValueError(f"log_decay: expected a finite number, got {log_decay} (q: {q.dtype})")
+        # a number too low for the dtype, and −inf, is a reset, like any below −746
+        if not is_finite(log_decay, q.dtype) and not log_decay < 0:
+            raise ValueError(f"log_decay: expected a finite number or -inf, got {log_decay} (q: {q.dtype})")
         return False
     log_decay = check_tensor("log_decay", log_decay, q.device, expected="None, a number or a tensor")
     dtype, shape = log_decay.dtype, log_decay.shape

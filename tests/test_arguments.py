@@ -42,8 +42,9 @@ TENSORS = [
         ValueError,
         r"^causal: expected T_q <= T_k with causal=False and a log_decay.*first 2 query rows.*T_q = 8, T_k = 6",
     ),
-    ({"log_decay": -INF}, ValueError, r"^log_decay: expected a finite number, got -inf"),
-    ({"log_decay": 1e39}, ValueError, r"^log_decay: expected a finite number, got 1e\+39 \(q: torch.float32\)"),
+    ({"log_decay": math.nan}, ValueError, r"^log_decay: expected a finite number or -inf, got nan"),
+    ({"log_decay": INF}, ValueError, r"^log_decay: expected a finite number or -inf, got inf"),
+    ({"log_decay": 1e39}, ValueError, r"^log_decay: expected a finite number or -inf, got 1e\+39 \(q: torch.float32"),
     ({"log_decay": True}, TypeError, r"^log_decay: expected None, a number or a tensor, got True of type bool"),
     ({"log_decay": torch.zeros(4).bfloat16()}, TypeError, r"^log_decay: expected float32, got .*bfloat16.*\.float\(\)"),
     ({"log_decay": torch.zeros(4).double()}, TypeError, r"^log_decay: expected .* \(or float64 with float64 q, k, v\)"),
@@ -156,7 +157,8 @@ def test_rates_below_the_dtype_reset(dtype):
     q, k, v = torch.randn(3, 2, 5, 4, 8, dtype=dtype)
     expected = decay_attention(q, k, v, -1e9)
     torch.testing.assert_close(expected, v)  # a row has its own token alone
-    for number in (-1e39, torch.finfo(torch.float64).min, -(10**400), np.float16(-1e4)):
+    assert torch.equal(decay_attention(q, k, v, torch.tensor(-INF, dtype=dtype)), expected)
+    for number in (-1e39, torch.finfo(torch.float64).min, -(10**400), np.float16(-1e4), -INF, np.float32(-INF)):
         assert torch.equal(decay_attention(q, k, v, number), expected)
 
 
