@@ -70,7 +70,10 @@ def refuse_gradients(**inputs: Tensor | float | None) -> None:
         return
     for name, x in inputs.items():
         if isinstance(x, Tensor) and x.requires_grad:
-            raise RuntimeError(f"{name}: expected no gradient, because a cache has none; call it under torch.no_grad()")
+            raise RuntimeError(
+                f"{name}: expected no gradient, because a cache has none; call it under torch.no_grad(), or without a "
+                "cache (transformers: use_cache=False)"
+            )
 
 
 def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:

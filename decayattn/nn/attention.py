@@ -269,6 +269,8 @@ class DecayFlashAttention(Spared):
         log_decay = given.log_decay
         if cache is not None:
             q, k, v = autocast(q, k, v)  # a position module may return float32
+            for needed in (q, k, v, log_decay, options["scale"], options["sink"]):
+                validation.refuse_gradients(cache=needed)
             out = cache.attend(q, k, v, log_decay, new_lengths=given.new_lengths, unshifted=unshifted, **options)
         elif self.context is not None:
             options |= dict(causal=self.causal, cu_seqlens=given.cu_seqlens, max_seqlen=max_seqlen)
