@@ -287,9 +287,7 @@ def visited_fraction(
     if q.is_meta:  # nothing runs
         return q.new_empty(problem.batch, problem.num_heads, dtype=torch.float32)
     if (reason := registry.unavailable("triton", problem.dtype, problem.device)) is not None:
-        raise ValueError(
-            f"visited_fraction: expected q on a CUDA GPU, where its planning kernels run, got {q.device}: {reason}"
-        )
+        raise ValueError(f"visited_fraction: its kernels need a CUDA GPU, and cannot take q of {q.device}: {reason}")
     from decayattn.backends.planning import skipping  # imports Triton
 
     with torch.cuda.device_of(q):

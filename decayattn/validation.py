@@ -70,10 +70,8 @@ def refuse_gradients(**inputs: Tensor | float | None) -> None:
         return
     for name, x in inputs.items():
         if isinstance(x, Tensor) and x.requires_grad:
-            raise RuntimeError(
-                f"{name}: expected no gradient, because a cache has none; call it under torch.no_grad(), or without a "
-                "cache (transformers: use_cache=False)"
-            )
+            remedy = "call it under torch.no_grad(), or without a cache (transformers: use_cache=False)"
+            raise RuntimeError(f"{name}: expected no gradient, because a cache is for inference; {remedy}")
 
 
 def check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:

@@ -639,9 +639,10 @@ def choice(results: Results, read: Report, recalled: Report) -> list[str]:
     page = f"{results.prefix.removesuffix('results/')}experiments/README.md"
     return [*pivot("decay", CHOICES, columns, cell), "", *wrapped(
         f"Bits per byte of a {sizes_of(read)[0]:.1f} M model, trained on {read['settings']['context']:,} bytes of "
-        f"Python source at a time; lower is better. Recall: {length:,} tokens hold {pairs} keys with their values, and "
-        "are then asked for the values. The percentage is that of correct answers, by two layers of width "
-        f"{widths}. Overwritten keys were assigned twice, and the later value counts. Means of 3 seeds "
+        f"Python source at a time; lower is better. Recall: {length:,} tokens hold {pairs} pairs of key and value, and "
+        "then keys again. Their values are to be predicted, which two layers of width "
+        f"{widths} do right for this percentage. Overwritten keys come with two values, and the later one counts. "
+        "Means of 3 seeds "
         f"([extrapolation]({page}#length-extrapolation), [recall]({page}#associative-recall))."
     )]
 
@@ -674,7 +675,7 @@ def speed(results: Results, report: Report, trained: Report, skipped: Report) ->
         "Cells are head dimension 64 / 128; in the last row, forward / backward at 128. Attention has its decay and "
         "the gradient, 16 heads, mean λ −0.01, and visits every key except in the last row. Training: 124 M "
         f"parameters, {trained['setup']['tokens']:,} tokens per step, eager, half-lives from 4 to 1,024 tokens. "
-        f"{where(report)} ({links})."
+        f"{where(report)}; training and skipping: Triton {trained['triton']} ({links})."
     )]
 
 

@@ -148,18 +148,17 @@ def _check_attention(config: Any, decay: str) -> None:
 
 
 def _check_rates(model: nn.Module, _: tuple) -> None:
-    """Pre-hook of a model: refuse an attention that ignores its fixed rates."""
-    if getattr(model.config, "log_decay", None) is not None:
+    """Pre-hook of a model: refuse an attention that ignores its fixed rates. Layers of ours may read them."""
+    if getattr(model.config, "log_decay", None) is not None and not any(isinstance(m, Spared) for m in model.modules()):
         _check_attention(model.config, "the fixed rates of config.log_decay")
 
 
 def guard_rates(model: PreTrainedModel) -> None:
-    """Add that hook to a model with config.log_decay; one with layers of this library may read it itself."""
+    """Add that hook to a model of transformers with config.log_decay; others may read it themselves."""
     if (
         getattr(model.config, "log_decay", None) is not None
-        and (model._supports_flash_attn or model._supports_sdpa)
+        and any(kind.__module__.startswith("transformers.models.") for kind in type(model).__mro__)
         and _check_rates not in model._forward_pre_hooks.values()
-        and not any(isinstance(module, Spared) for module in model.modules())
     ):
         model.register_forward_pre_hook(_check_rates)
 
@@ -210,14 +209,23 @@ def initialise(module: nn.Module) -> None:
 
 
 _initialize_weights, _post_init = PreTrainedModel._initialize_weights, PreTrainedModel.post_init
+_initialize_missing_keys = PreTrainedModel._initialize_missing_keys
 
 
 @functools.wraps(_initialize_weights)  # called for every module that may lack values
 def _initialize_ours(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Also initialise our modules that were built on the meta device, as from_pretrained does."""
+    """Also initialise our modules that were built on the meta device, or are loaded from a checkpoint."""
     if vars(module).pop("_lacks_values", False):
         initialise(module)
     _initialize_weights(self, module, *args, **kwargs)  # the model's own rule may replace the values
+
+
+@functools.wraps(_initialize_missing_keys)  # called by from_pretrained
+def _initialize_ours_missing(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+    for module in self.modules():
+        if isinstance(module, Spared):
+            module._lacks_values = True  # some may: those of the checkpoint are skipped
+    _initialize_missing_keys(self, *args, **kwargs)
 
 
 @functools.wraps(_post_init)  # called when a model is created
@@ -237,3 +245,4 @@ def _restoring_post_init(self: PreTrainedModel) -> None:
 
 
 PreTrainedModel._initialize_weights, PreTrainedModel.post_init = _initialize_ours, _restoring_post_init
+PreTrainedModel._initialize_missing_keys = _initialize_ours_missing

@@ -3,8 +3,8 @@
 import contextlib
 import functools
 import inspect
+import itertools
 import math
-import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 DecayPreset = Literal["scalar", "alibi", "alibi-learned", "retnet", "retnet-learned", "constant", "none"]
 DECAYS = get_args(DecayPreset)
+_numbers = itertools.count()  # of layers, by which caches know theirs; copies keep their original's
 
 
 class _CallArguments(NamedTuple):
@@ -147,6 +148,7 @@ class DecayFlashAttention(Spared):
         if others or unknown:
             validation.refuse_unknown(DecayFlashAttention, unknown, others)
         super().__init__()
+        self._number = next(_numbers)
         self.embed_dim = check_positive_int("embed_dim", embed_dim)
         self.num_heads = num_heads = check_positive_int("num_heads", num_heads)
         self.num_kv_heads = validation.check_kv_heads("num_kv_heads", num_kv_heads, "num_heads", num_heads)
@@ -272,6 +274,8 @@ class DecayFlashAttention(Spared):
             for needed in (q, k, v, log_decay, options["scale"], options["sink"]):
                 validation.refuse_gradients(cache=needed)
             out = cache.attend(q, k, v, log_decay, new_lengths=given.new_lengths, unshifted=unshifted, **options)
+            if not torch.compiler.is_compiling():
+                cache._layer = self._number
         elif self.context is not None:
             options |= dict(causal=self.causal, cu_seqlens=given.cu_seqlens, max_seqlen=max_seqlen)
             out = self.context.attend(q, k, v, log_decay, **options)
@@ -341,10 +345,7 @@ class DecayFlashAttention(Spared):
         v = v.unflatten(-1, (self.num_kv_heads, self.value_dim))
         if log_decay is None and self.decay is not None:
             if (log_decay := self.decay(x)) is None:
-                raise TypeError(
-                    "decay: expected a module that returns log_decay, (H,) or (B, T, H), got None from "
-                    f"{type(self.decay).__name__}; return it, or build the layer with decay='none'"
-                )
+                raise TypeError(f"decay: expected a log_decay, got None; return one from {type(self.decay).__name__}")
             if isinstance(log_decay, Tensor) and log_decay.ndim > 2 and log_decay.shape[1] != x.shape[1]:
                 shape = tuple(log_decay.shape)  # resets would broadcast one of a single token
                 raise ValueError(f"decay: expected log_decay (B, T, H) with T = {x.shape[1]}, got {shape}")
@@ -482,11 +483,9 @@ class DecayFlashAttention(Spared):
             expected = (x.shape[0], self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
             got = (cache.batch_size, cache.num_heads, cache.num_kv_heads, cache.head_dim, cache.value_dim)
             validation.check_same("cache", "(B, H, H_kv, D, D_v) of the layer and x", expected, got)
-            if not torch.compiler.is_compiling():  # which would compile again for every layer
-                if cache.longest > 0 and cache._layer() not in (None, self):
-                    remedy = "give every layer its own (make_cache), or pass copy.deepcopy(cache)"
-                    raise ValueError(f"cache: expected one without the tokens of another layer; {remedy}")
-                cache._layer = weakref.ref(self)
+            # not compiled, which would compile again for every layer
+            if not torch.compiler.is_compiling() and cache.longest > 0 and cache._layer not in (None, self._number):
+                raise ValueError("cache: expected one without tokens of another layer; give every layer its own")
         if (memory := given.memory) is not None:
             self._check_input("memory", memory, x.device)
             validation.check_same("memory", "batch size of x", x.shape[0], memory.shape[0])
@@ -645,8 +644,8 @@ def _build_decay(decay: DecayPreset | nn.Module, embed_dim: int, num_heads: int,
     if isinstance(decay, nn.Module):
         if isinstance(decay, Decay) and decay.num_heads != num_heads:
             raise ValueError(f"decay: expected a module for {num_heads} heads, got one for {decay.num_heads}")
-        if isinstance(decay, Decay) and (width := getattr(decay, "embed_dim", embed_dim)) != embed_dim:
-            raise ValueError(f"decay: expected a module for embed_dim = {embed_dim}, got one for {width}")
+        if isinstance(decay, ScalarDecay) and decay.embed_dim != embed_dim:
+            raise ValueError(f"decay: expected a module for embed_dim = {embed_dim}, got one for {decay.embed_dim}")
         return decay
     expected = f"{', '.join(map(repr, DECAYS))} or a module"
     if not isinstance(decay, str):

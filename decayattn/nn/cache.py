@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,10 +24,6 @@ _SLACK = 256
 _UNSHIFTED = 64
 # tensors with a value per entry, and perhaps per head
 _STATE = ("first", "lengths", "dropped", "_moved", "_written", "_log_evicted")
-
-
-def _no_layer() -> None:
-    """A weak reference to nothing."""
 
 
 class DecayCache:
@@ -75,6 +71,8 @@ class DecayCache:
         TypeError, ValueError: for a bad argument, by name.
     """
 
+    _layer: int | None = None  # number of the layer of its tokens
+
     def __init__(
         self,
         batch_size: int,
@@ -102,7 +100,6 @@ class DecayCache:
             validation.check_dtype("dtype", dtype)
         self.longest = 0
         self._in_trial = False  # if True, launches are sized for full buffers
-        self._layer: Callable[[], object] = _no_layer  # weak reference to the layer of the last call
         is_known = device is not None and dtype is not None
         self._allocate(self._room if is_known else 0, device, dtype)
         # None until the first tokens
@@ -110,7 +107,7 @@ class DecayCache:
         self.dtype = dtype
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_layer": _no_layer}  # a copy may be for a layer's copy
+        return self.__dict__ | {"_layer": None}  # another process has other numbers
 
     def _allocate(self, tokens: int, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         batch, heads = (self.batch_size, tokens, self.num_kv_heads), (self.batch_size, self.num_heads)

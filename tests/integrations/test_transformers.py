@@ -580,17 +580,22 @@ class OwnModel(transformers.PreTrainedModel):
 
     def __init__(self, config):
         super().__init__(config)
+        if config.early:
+            self.post_init()
         self.layer = DecayFlashAttention(16, 4, **config.layer)
         for name, value in self.layer.state_dict().items():
             if re.search("decay|sink|log_scale", name):
                 value.add_(0.5)
-        self.post_init()
+        if not config.early:
+            self.post_init()
 
 
 @pytest.mark.parametrize("kind", ["scalar", "alibi", "alibi-learned", "none"])
-def test_own_models_start_tensors_missing_in_a_checkpoint(kind, tmp_path):
+@pytest.mark.parametrize("early", [False, True], ids=["", "layer after post_init"])
+def test_own_models_start_tensors_missing_in_a_checkpoint(early, kind, tmp_path):
     layer = dict(decay=kind, sink=True, scale="learned")
-    model, fresh = OwnModel(transformers.PretrainedConfig(layer=layer)), DecayFlashAttention(16, 4, **layer)
+    model = OwnModel(transformers.PretrainedConfig(layer=layer, early=early))
+    fresh = DecayFlashAttention(16, 4, **layer)
     expected = {name: x for name, x in fresh.state_dict().items() if "_proj" not in name}
     saved = model.layer.state_dict()
     assert not any(torch.equal(saved[name], x) for name, x in expected.items())  # a new model keeps its own values

@@ -509,5 +509,5 @@ def test_auto_is_below_the_epsilon_of_accumulators():
 def test_fraction_needs_the_kernels(monkeypatch):
     q = torch.zeros(1, 4, 1, 8)
     monkeypatch.setattr(load("triton"), "unavailable", lambda *arguments: "no GPU")
-    with pytest.raises(ValueError, match=r"visited_fraction: expected q on a CUDA GPU, .*, got cpu: no GPU"):
+    with pytest.raises(ValueError, match=r"visited_fraction: its kernels need a CUDA GPU, .* q of cpu: no GPU"):
         visited_fraction(q, q, -1.0)
