@@ -140,6 +140,7 @@ class _CarryingCache:
 
 
 def _check_attention(config: Any, decay: str) -> None:
+    """Refuse an attention that ignores the model's decay."""
     if config._attn_implementation != NAME:
         raise RuntimeError(
             f"attn_implementation: expected {NAME!r}, because the model has {decay}, got "
@@ -147,9 +148,11 @@ def _check_attention(config: Any, decay: str) -> None:
         )
 
 
-def _check_rates(model: nn.Module, _: tuple) -> None:
-    """Pre-hook of a model: refuse an attention that ignores its fixed rates. Layers of ours may read them."""
-    if getattr(model.config, "log_decay", None) is not None and not any(isinstance(m, Spared) for m in model.modules()):
+def _check_rates(model: PreTrainedModel, _: tuple) -> None:
+    """Pre-hook of a model with fixed rates, unless layers of ours read them."""
+    if model.config._attn_implementation == NAME or getattr(model.config, "log_decay", None) is None:
+        return
+    if not any(isinstance(module, Spared) for module in model.modules()):
         _check_attention(model.config, "the fixed rates of config.log_decay")
 
 
@@ -209,35 +212,28 @@ def initialise(module: nn.Module) -> None:
 
 
 _initialize_weights, _post_init = PreTrainedModel._initialize_weights, PreTrainedModel.post_init
-_initialize_missing_keys = PreTrainedModel._initialize_missing_keys
 
 
 @functools.wraps(_initialize_weights)  # called for every module that may lack values
 def _initialize_ours(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Also initialise our modules that were built on the meta device, or are loaded from a checkpoint."""
-    if vars(module).pop("_lacks_values", False):
-        initialise(module)
+    """Also initialise our modules, except those of a new model, which have their values already."""
+    if isinstance(module, Spared):
+        is_ready = getattr(module, "_is_hf_initialized", False)
+        if not vars(module).pop("_is_new", False) and not is_ready:
+            initialise(module)
     _initialize_weights(self, module, *args, **kwargs)  # the model's own rule may replace the values
-
-
-@functools.wraps(_initialize_missing_keys)  # called by from_pretrained
-def _initialize_ours_missing(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-    for module in self.modules():
-        if isinstance(module, Spared):
-            module._lacks_values = True  # some may: those of the checkpoint are skipped
-    _initialize_missing_keys(self, *args, **kwargs)
 
 
 @functools.wraps(_post_init)  # called when a model is created
 def _restoring_post_init(self: PreTrainedModel) -> None:
-    """Also restore the decay of the configuration, and mark our modules that have no values yet."""
+    """Also restore the decay of the configuration, and mark our modules that have values already."""
     added = getattr(self.config, "added_decay", None)
     if added is not None:
         _insert(self, added)
         self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "decay"}
     for module in self.modules():
         if isinstance(module, Spared):
-            module._lacks_values = any(x.is_meta for x in (*module.parameters(), *module.buffers()))
+            module._is_new = not any(x.is_meta for x in (*module.parameters(), *module.buffers()))
     guard_rates(self)
     _post_init(self)
     if added is not None:
@@ -245,4 +241,3 @@ def _restoring_post_init(self: PreTrainedModel) -> None:
 
 
 PreTrainedModel._initialize_weights, PreTrainedModel.post_init = _initialize_ours, _restoring_post_init
-PreTrainedModel._initialize_missing_keys = _initialize_ours_missing

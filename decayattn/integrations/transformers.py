@@ -29,7 +29,7 @@ from transformers.utils import can_return_tuple
 from decayattn import validation
 from decayattn.backends import registry
 from decayattn.compatibility import refuse_unless
-from decayattn.integrations import attention_interface, gates  # noqa: F401, registers it
+from decayattn.integrations import attention_interface  # noqa: F401, registers it
 from decayattn.integrations.gates import add_decay  # noqa: F401, published here
 from decayattn.nn import ConstantDecay, DecayCache, DecayFlashAttention, attention
 from decayattn.nn.decay import ScalarDecay
@@ -358,10 +358,6 @@ class DecayPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
     # Decay modules refuse to become narrower anyway; this is for loaders that read it
     _keep_in_fp32_modules_strict = ["self_attn.decay"]  # noqa: RUF012
-
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        gates.initialise(module)
 
 
 class DecayModel(DecayPreTrainedModel):

@@ -271,8 +271,6 @@ class DecayFlashAttention(Spared):
         log_decay = given.log_decay
         if cache is not None:
             q, k, v = autocast(q, k, v)  # a position module may return float32
-            for needed in (q, k, v, log_decay, options["scale"], options["sink"]):
-                validation.refuse_gradients(cache=needed)
             out = cache.attend(q, k, v, log_decay, new_lengths=given.new_lengths, unshifted=unshifted, **options)
             if not torch.compiler.is_compiling():
                 cache._layer = self._number

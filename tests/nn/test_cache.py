@@ -431,7 +431,7 @@ def test_cache_shorter_than_its_window_is_bounded(max_length):
 def test_cache_refuses_gradients():
     layer, x = build(), tokens()
     cache = layer.make_cache(2, 24)
-    refusal = pytest.raises(RuntimeError, match=r"cache: expected no gradient, .* torch.no_grad.* use_cache=False")
+    refusal = pytest.raises(RuntimeError, match=r"expected no gradient, .* torch.no_grad.* use_cache=False")
     with torch.enable_grad(), refusal:
         layer(x, cache=cache)
     assert cache.longest == 0
