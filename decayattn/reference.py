@@ -392,7 +392,7 @@ def masked_softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Ten
     maximum = torch.where(torch.isneginf(maximum), 0.0, maximum)
     weights = torch.exp(scores - maximum)
     total = weights.sum(-1, keepdim=True)
-    sees_a_key = total > 0
+    sees_a_key = total != 0  # not > 0: a NaN stays
     total = torch.where(sees_a_key, total, 1.0)
     lse = torch.where(sees_a_key, maximum + total.log(), -torch.inf)
     return weights, total, lse.squeeze(-1)

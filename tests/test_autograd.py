@@ -407,7 +407,9 @@ def test_checkpoints_and_deterministic_mode_change_nothing(device, torch_setting
     expected = gradients(attend)
     assert_equal(gradients(checkpointed), expected)
     torch.use_deterministic_algorithms(True)
-    assert_equal(gradients(attend), expected)
+    torch.compiler.reset()
+    for function in (attend, torch.compile(attend, fullgraph=True, backend=COMPILER)):
+        assert_equal(gradients(function), expected)
 
 
 def test_anomaly_detection_accepts_resets(device):

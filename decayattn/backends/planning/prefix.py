@@ -34,7 +34,7 @@ from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.dependent_launch import let_next_start
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import Launch
-from decayattn.backends.runtime.strided import contiguous_like, strided
+from decayattn.backends.runtime.strided import contiguous_like, strided, uninitialised
 from decayattn.backends.tiles.bf16_splits import SPLITS, in_splits
 from decayattn.backends.tiles.scores import RESET_BELOW, base2_log_decay
 from decayattn.problem import DECAY_BLOCK, AttentionProblem, DecayPrefix
@@ -78,18 +78,18 @@ def allocate(problem: AttentionProblem, like: Tensor, flat_base: bool = False) -
     shape = (problem.batch, problem.num_heads)
     local_dtype = torch.float32 if problem.dtype.itemsize == 2 else torch.float64
     base_shape = (math.prod((*shape, blocks)),) if flat_base else (*shape, blocks)
-    last_reset = like.new_empty(*shape, tokens, dtype=torch.int32)
+    last_reset = uninitialised(like, *shape, tokens, dtype=torch.int32)
     return DecayPrefix(
-        like.new_empty(*shape, tokens, dtype=local_dtype), like.new_empty(*base_shape, dtype=torch.float64),
-        last_reset, torch.empty_like(last_reset),
+        uninitialised(like, *shape, tokens, dtype=local_dtype), uninitialised(like, *base_shape, dtype=torch.float64),
+        last_reset, contiguous_like(last_reset),
     )
 
 
 def allocate_split(problem: AttentionProblem, like: Tensor) -> SplitPrefix:
     blocks = problem.batch, problem.num_heads, decay_blocks(problem)
     return SplitPrefix(
-        like.new_empty(*blocks, SPLITS, DECAY_BLOCK, dtype=torch.bfloat16),
-        like.new_empty(*blocks, 2, dtype=torch.float32),
+        uninitialised(like, *blocks, SPLITS, DECAY_BLOCK, dtype=torch.bfloat16),
+        uninitialised(like, *blocks, 2, dtype=torch.float32),
     )
 
 
@@ -109,7 +109,8 @@ def build(
     is_whole, blocks, grid = _division(problem)
     if not is_whole:
         together = math.gcd(problem.num_heads, _HEADS)
-        sums = tuple(torch.empty_like(prefix.base, dtype=dtype) for dtype in (torch.float64, torch.int32, torch.int32))
+        dtypes = torch.float64, torch.int32, torch.int32
+        sums = tuple(uninitialised(prefix.base, *prefix.base.shape, dtype=dtype) for dtype in dtypes)
         launch(
             _block_totals, programs(problem, DECAY_BLOCK, problem.num_heads // together, of_keys=True),
             strided(log_decay), prefix.beta, sums, *sizes, HEADS=together, num_warps=1, **modes,
@@ -125,7 +126,7 @@ def build(
 
 def constant_split(rates: Tensor, factor: float, counter: Tensor, launch: Launch = launching.uncached) -> Tensor:
     """(H, SPLITS, DECAY_BLOCK): bf16 splits of factor · γ·(t − start of t's block), base 2; zeroes the counter."""
-    beta = rates.new_empty(rates.shape[0], SPLITS, DECAY_BLOCK, dtype=torch.bfloat16)
+    beta = uninitialised(rates, rates.shape[0], SPLITS, DECAY_BLOCK, dtype=torch.bfloat16)
     launch(
         _constant_split, rates.shape[0],
         rates, rates.stride(0), beta, factor, counter, BLOCK=DECAY_BLOCK,
@@ -150,7 +151,7 @@ def gradient(
     heads = None
     is_whole, blocks, grid = _division(problem)
     if not is_whole:
-        heads = torch.empty_like(prefix.base)
+        heads = contiguous_like(prefix.base)
         launch(_segment_heads, grid, row_sums, column_sums, *segments, heads, *sizes, **modes)
     launch(
         _reverse_sums, grid,

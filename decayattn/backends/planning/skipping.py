@@ -38,7 +38,7 @@ from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.dependent_launch import let_next_start, wait_for_launch_before
 from decayattn.backends.runtime.integers import next_power_of_2
 from decayattn.backends.runtime.launching import Launch
-from decayattn.backends.runtime.strided import strided
+from decayattn.backends.runtime.strided import strided, uninitialised
 from decayattn.backends.tiles.decay import DECAY_BLOCK
 from decayattn.backends.tiles.scores import LOG2E
 from decayattn.backends.tiles.visibility import GRANULE, keys_seen
@@ -111,7 +111,7 @@ def allocate(problem: AttentionProblem, like: Tensor) -> Tensor:
     # never a size of 1, which torch.compile would specialise: one graph for short and long lengths
     more = problem.sequences + 1 if problem.layout == "packed" else 2
     granules = problem.query_length // _GRANULE + more if _can_skip(problem) else 0
-    return like.new_empty(problem.batch, problem.num_heads, granules, dtype=torch.int32)
+    return uninitialised(like, problem.batch, problem.num_heads, granules, dtype=torch.int32)
 
 
 def plan(
@@ -150,8 +150,8 @@ def summaries(
     forbids skipping in it.
     """
     heads = problem.batch, problem.num_heads
-    of_blocks = q.new_empty(*heads, packing.decay_blocks(problem), 2, dtype=torch.float64)
-    of_granules = q.new_empty(*heads, granules, 2, dtype=torch.float64)
+    of_blocks = uninitialised(q, *heads, packing.decay_blocks(problem), 2, dtype=torch.float64)
+    of_granules = uninitialised(q, *heads, granules, 2, dtype=torch.float64)
     width = max(16, next_power_of_2(problem.head_dim))
     row_bytes = width * q.element_size()
     # packed or padded, the keys of one block belong to one sequence
@@ -196,7 +196,7 @@ def last_granules(
 ) -> Tensor:
     """The mirror of a plan, (B, H, blocks) int32: the last granule that visits a block, or −1; others may skip it."""
     blocks = packing.decay_blocks(problem)
-    last = torch.empty(problem.batch, problem.num_heads, blocks, dtype=torch.int32, device=first_block.device)
+    last = uninitialised(first_block, problem.batch, problem.num_heads, blocks)
     launch(
         _find_last_granules, packing.programs(problem, _DECAY_BLOCK, problem.num_heads, of_keys=True),
         first_block, last, sequences, _sizes(problem, first_block.shape[-1]), **packing.constants(problem),

@@ -125,8 +125,8 @@ def forward_kernel(
                 state, queries, k_source, v_source, kv_head, tile, work, head_decay, bias, not full, TRAITS
             )
 
-    # a row without a visible key: row_sum 0 gives out 0 and lse −inf
-    seen = state.row_sum > 0
+    # a row without a visible key: row_sum 0 gives out 0 and lse −inf (a NaN stays)
+    seen = state.row_sum != 0
     row_max, total = state.row_max, tl.where(seen, state.row_sum, 1.0)
     if sink is None:
         acc = state.acc / total[:, None]

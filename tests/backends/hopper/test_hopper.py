@@ -615,10 +615,11 @@ def test_deterministic_gradients_of_rows_with_nan_are_nan(deterministic):
     leaves = make(150, batch=1, heads=2)
     leaves["q"][0, 20, 1] = leaves["q"][0, 100, 0] = math.nan
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-    out = decay_attention(**leaves, backend="hopper")
+    out, lse = decay_attention(**leaves, backend="hopper", return_lse=True)
     dq = torch.autograd.grad(out, leaves["q"], torch.ones_like(out))[0]
     bad = torch.zeros(1, 150, 2, dtype=torch.bool, device=DEVICE)
     bad[0, 20, 1] = bad[0, 100, 0] = True
+    assert torch.equal(lse.mT.isnan(), bad)
     assert torch.equal(dq.isnan().all(-1), bad)
     assert torch.equal(dq.isnan().any(-1), bad)
 

@@ -255,6 +255,16 @@ def test_huge_logits(size):
     verify(inputs | dict(q=inputs["q"] * size**0.5, k=inputs["k"] * size**0.5))
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_rows_with_nan_have_lse_nan(backend):
+    inputs = Case(60, 60).inputs()
+    inputs["q"][0, 20, 1, 3] = torch.nan
+    out, lse = decay_attention(**inputs, return_lse=True, backend=backend)
+    assert torch.equal(lse.mT.isnan(), out.isnan().all(-1))
+    assert lse.isnan().sum() == 1
+
+
 @pytest.mark.parametrize("dtype", [F16, F32])
 def test_lse_of_many_rows_and_one_key(dtype):
     """Its score is tiny, and the rows count their positions from far before it."""

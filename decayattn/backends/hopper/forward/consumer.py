@@ -265,8 +265,8 @@ def consume(consuming, WARPGROUP: gl.constexpr):
             acc = warpgroup_mma(as_operand(p, shared, P), flat(values.tile(n_end - 1)), acc, is_async=True)
 
             total = gl.convert_layout(gl.sum(row_sum, 1), ROW, assert_trivial=True)
-            # a row without a visible key has total 0; it gets out 0 and lse −inf
-            seen = total > 0
+            # a row without a visible key has total 0; it gets out 0 and lse −inf (a NaN stays)
+            seen = total != 0
             # a sum above SUM_LIMIT may be wrong; NaN: a tile overflowed, and a later tile multiplied that by 0
             fits = total < SUM_LIMIT
             total = gl.where(seen, total, 1.0)
