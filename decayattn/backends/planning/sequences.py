@@ -16,6 +16,7 @@ from decayattn.backends.planning.offsets import parts_before, start_of_head
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
 from decayattn.backends.runtime.launching import Launch
+from decayattn.backends.runtime.strided import uninitialised
 from decayattn.problem import DECAY_BLOCK, AttentionProblem
 
 _BLOCK: tl.constexpr = tl.constexpr(DECAY_BLOCK)
@@ -69,7 +70,7 @@ def find(problem: AttentionProblem, bounds: Tensor | None, launch: Launch = laun
     if bounds is None:
         return None
     count = _rounded_up(problem.sequences)
-    ends = bounds.new_empty(2, count)
+    ends = uninitialised(bounds, 2, count)
     launch(
         _count_blocks, 2,
         bounds, ends, problem.sequences, count, BLOCK=DECAY_BLOCK, CHUNK=_COUNTED,

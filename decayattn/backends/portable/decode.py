@@ -12,6 +12,7 @@ first_i ≤ j ≤ i; if γ is a reset, only its own token.
 Tiles: q (BLOCK_M, D) · k (BLOCK_N, D) · v (BLOCK_N, D_v) · score, p (BLOCK_M, BLOCK_N) · acc (BLOCK_M, D_v)
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from decayattn.backends.portable.pages import CachedTokens, entry_start, table_a
 from decayattn.backends.portable.tiles import add_product, load_scale, load_tile
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv, next_power_of_2
-from decayattn.backends.runtime.strided import strided
+from decayattn.backends.runtime.strided import strided, uninitialised
 from decayattn.backends.tiles.decay import load_rate, side_of_head
 from decayattn.backends.tiles.scores import (
     LN2,
@@ -93,8 +94,9 @@ def decode(
         page, max_length = max_length, block_table.shape[1] * max_length
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
     with launching.on_device(q.device):
-        out = q.new_empty(batch, query_length, heads, value_dim)
-        lse = q.new_empty(batch, heads, query_length, dtype=accumulator)
+        new = functools.partial(uninitialised, q)
+        out = new(batch, query_length, heads, value_dim)
+        lse = new(batch, heads, query_length, dtype=accumulator)
         if 0 in (batch, query_length):
             return out, lse
         group = heads // kv_heads
@@ -109,8 +111,8 @@ def decode(
             most_keys = min(most_keys, left + query_length)
         splits = number_of_splits(programs, cdiv(most_keys, tile.block_n), launching.multiprocessors(q.device))
         parts = Parts(
-            q.new_empty(batch * kv_heads * rows, splits, value_dim, dtype=accumulator),
-            *(q.new_empty(batch * kv_heads * rows, splits, dtype=accumulator) for _ in range(2)),
+            new(batch * kv_heads * rows, splits, value_dim, dtype=accumulator),
+            *(new(batch * kv_heads * rows, splits, dtype=accumulator) for _ in range(2)),
         )
         traits = Traits(
             group=group, d=head_dim, d_v=value_dim, block_m=block_m, block_n=tile.block_n, block_d=padded(head_dim),

@@ -18,7 +18,7 @@ from decayattn.backends.portable.forward import forward_kernel
 from decayattn.backends.portable.kernel_args import Decay, Sizes, Tiled, Window, broadcast
 from decayattn.backends.runtime import launching, outputs, tma
 from decayattn.backends.runtime.integers import cdiv
-from decayattn.backends.runtime.strided import Strided, contiguous_like, strided
+from decayattn.backends.runtime.strided import Strided, contiguous_like, strided, uninitialised
 from decayattn.problem import AttentionProblem, DecayPrefix, GradientRequest, Gradients, Inputs, Precomputed, Saved
 
 _ROW_TERMS_BLOCK = 64
@@ -85,7 +85,7 @@ def backward(
         decay_sums = contiguous_like(row_lse2) if decay_gradient else None
         column_sums = None
         if decay_gradient and problem.decay == "scalar":
-            column_sums = torch.empty_like(prefix.beta, dtype=delta.dtype)
+            column_sums = uninitialised(delta, *prefix.beta.shape)
         # in 16 bits, the gradient of a constant decay reads the exact sums of dS
         score_sums = sink_probability = None
         if decay_gradient and problem.decay == "constant" and q.dtype.itemsize == 2:

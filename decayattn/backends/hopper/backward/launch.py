@@ -84,7 +84,7 @@ def backward(
         kv_heads = entries * problem.num_kv_heads
         units, added_dq, added_sums = None, dq_fragments, row_sums
         if deterministic:
-            largest = row_lse2.new_zeros(problem.batch, problem.num_kv_heads, 2)
+            largest = new(problem.batch, problem.num_kv_heads, 2).zero_()
             launch(
                 largest_kernel, tiles.key_tiles * kv_heads, strided(k), strided(v), largest, tiles.keys,
                 problem.key_length, tiles.key_tiles, problem.num_kv_heads, KEYS=tile.keys, D=dim,

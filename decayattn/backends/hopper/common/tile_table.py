@@ -20,6 +20,7 @@ from decayattn.backends.planning.sequences import most_tiles
 from decayattn.backends.runtime import launching
 from decayattn.backends.runtime.integers import cdiv
 from decayattn.backends.runtime.launching import Launch
+from decayattn.backends.runtime.strided import uninitialised
 from decayattn.problem import DECAY_BLOCK, AttentionProblem
 
 # words of a line: _list_tiles writes them; load_bounds and row_terms.py read them
@@ -59,8 +60,8 @@ def build(
     if bounds is None:
         return Tiles(None, None, cdiv(problem.query_length, rows), cdiv(problem.key_length, keys))
     row_tiles, key_tiles = most_tiles(problem, rows, of_keys=False), most_tiles(problem, keys, of_keys=True)
-    row_table = bounds.new_empty(1 + row_tiles, WORDS)
-    key_table = bounds.new_empty(1 + key_tiles, WORDS) if of_keys else None
+    row_table = uninitialised(bounds, 1 + row_tiles, WORDS)
+    key_table = uninitialised(bounds, 1 + key_tiles, WORDS) if of_keys else None
     launch(
         _list_tiles, problem.sequences,
         bounds, problem.sequences, row_table, key_table, row_tiles, key_tiles, ROWS=rows, KEYS=keys,

@@ -16,7 +16,7 @@ from decayattn.backends.planning import skipping
 from decayattn.backends.planning.sequences import Sequences
 from decayattn.backends.runtime import launching, outputs
 from decayattn.backends.runtime.launching import Launch
-from decayattn.backends.runtime.strided import strided
+from decayattn.backends.runtime.strided import strided, uninitialised
 from decayattn.problem import AttentionProblem, DecayPrefix, Inputs, Precomputed, Saved
 
 
@@ -78,7 +78,7 @@ def _decay(
 
     α_j is relative to the key's block. The bases are read only if the decay is per token. Also zeroes the counter.
     """
-    counter = q.new_empty(1, dtype=torch.int32)
+    counter = uninitialised(q, 1, dtype=torch.int32)
     if problem.decay == "scalar":
         split = decay_prefix.allocate_split(problem, q)
         prefix = decay_prefix.build(problem, log_decay, split, -1.0 / score_scale, counter, sequences, launch)
