@@ -6,6 +6,7 @@ part of its report. check_options(options, cuda), if it has that, yields errors.
 
 import contextlib
 import os
+import random
 import statistics
 import sys
 import time
@@ -292,10 +293,12 @@ def _milliseconds(call: Callable[[], object], count: int, asleep: int) -> list[f
 
 
 def interleaved(names: Iterable[str], rounds: int) -> Iterator[str]:
-    """The names, round by round, so that a drifting clock meets all alike; every second round is in reverse."""
-    order = list(names)
+    """The names, round by round, so that a drifting clock meets all alike. The second round is in reverse, later ones
+    in random orders: a call also finds the clock that the one before it left."""
+    order, generator = list(names), random.Random(0)
     for number in range(rounds):
-        yield from order[:: -1 if number % 2 else 1]
+        yield from order
+        generator.shuffle(order) if number else order.reverse()
 
 
 # by name and part (a direction, say), the figures of every round
