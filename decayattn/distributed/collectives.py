@@ -38,7 +38,7 @@ class Slices(NamedTuple):
     @property
     def offsets(self) -> tuple[int, ...]:
         """Start of every slice, and the end of the last one."""
-        return _offsets(self.lengths)
+        return (0, *itertools.accumulate(self.lengths))
 
     @property
     def begin(self) -> int:
@@ -47,11 +47,6 @@ class Slices(NamedTuple):
     @property
     def length(self) -> int:
         return self.lengths[self.rank]
-
-
-@functools.lru_cache(maxsize=64)
-def _offsets(lengths: tuple[int, ...]) -> tuple[int, ...]:
-    return (0, *itertools.accumulate(lengths))
 
 
 # tensors that CUDA graphs read: their addresses must stay valid while the graphs may be replayed
