@@ -92,6 +92,9 @@ def attention(
         if attention_mask.ndim == 2:
             real = attention_mask != 0
         elif kind not in (_ALL, _PAST, _WINDOW) or attention_mask.shape[1:3] != (1, 1):
+            if s_aux is not None and log_decay is not None and log_decay.ndim == 1 and q.shape[1] != k.shape[1]:
+                # unwritten keys of a static cache would add to a query's distances, but not to the sink
+                raise ValueError("s_aux: expected none with constant rates, a cache and such a mask; do not compile")
             if position_bias is not None and kind == torch.bool:
                 attention_mask = torch.where(attention_mask, position_bias, -torch.inf)
             elif position_bias is not None:

@@ -150,10 +150,17 @@ def _check_attention(config: Any, decay: str) -> None:
 
 def _check_rates(model: PreTrainedModel, _: tuple) -> None:
     """Pre-hook of a model with fixed rates, unless layers of ours read them."""
-    if model.config._attn_implementation == NAME or getattr(model.config, "log_decay", None) is None:
+    config = model.config
+    crosses = config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
+    is_plain = config._attn_implementation == NAME and not crosses and not config.sub_configs
+    if is_plain or getattr(config, "log_decay", None) is None or any(isinstance(m, Spared) for m in model.modules()):
         return
-    if not any(isinstance(module, Spared) for module in model.modules()):
-        _check_attention(model.config, "the fixed rates of config.log_decay")
+    if crosses:  # with a cache, every query would be at the last key
+        raise ValueError(f"log_decay: expected a model without cross-attention, got {type(model).__name__}")
+    parts = [getattr(m, "config", None) for m in model.modules() if not isinstance(m, PreTrainedModel)]
+    if all(getattr(part, "log_decay", None) is None for part in parts):
+        raise ValueError(f"log_decay: no layer reads that of {type(config).__name__}; set it in a part, as text_config")
+    _check_attention(config, "the fixed rates of config.log_decay")
 
 
 def guard_rates(model: PreTrainedModel) -> None:

@@ -1,6 +1,7 @@
 """Decays that are added to pretrained models of transformers, and rates in their configurations."""
 
 import copy
+import inspect
 import math
 
 import pytest
@@ -10,7 +11,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache, Trainer, TrainingArguments
 
 from decayattn.integrations.transformers import add_decay
 from decayattn.nn import ScalarDecay, alibi_log_decay
@@ -231,6 +232,44 @@ def test_fixed_rates_refuse_other_attention():
     model.config.log_decay = None
     model.set_attn_implementation("sdpa")
     model(tokens())
+
+
+@pytest.mark.parametrize(("kind", "error"), [
+    ("bart", "log_decay: expected a model without cross-attention, got BartForConditionalGeneration"),
+    ("gemma3", "log_decay: no layer reads that of Gemma3Config; set it in a part, as text_config"),
+])
+def test_fixed_rates_refuse_models_that_cannot_use_them(kind, error):
+    """Cross-attention has other distances with a cache; attention layers have the configuration of their part."""
+    if kind == "bart":
+        model = bart()
+    else:
+        text = dict(SIZES, head_dim=8)
+        vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=28)
+        config = transformers.Gemma3Config(text_config=text, vision_config=dict(vision, patch_size=14))
+        model = transformers.Gemma3ForConditionalGeneration(config)
+    model.config.log_decay = alibi_log_decay(4)
+    model.set_attn_implementation("decayattn")
+    with pytest.raises(ValueError, match=error):
+        model(tokens())
+    if kind == "gemma3":
+        model.config.text_config.log_decay, model.config.log_decay = model.config.log_decay, None
+        model(tokens())
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_constant_decay_with_sinks_refuses_unwritten_keys(learned):
+    """Compiled, a static cache gets a mask with its unwritten keys, which are in no distance to a sink."""
+    sizes = dict(SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes)).eval()
+    if learned:
+        add_decay(model, "constant")
+    else:
+        model.config.log_decay = alibi_log_decay(4)
+        model.set_attn_implementation("decayattn")
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    with torch.no_grad(), pytest.raises(Exception, match="s_aux: expected none with constant rates, a cache"):
+        torch.compile(model, backend="eager")(tokens(), **{name: cache})
 
 
 def bloom():
