@@ -115,10 +115,10 @@ def attention(
     if real is not None:
         begin, end = mask_bounds("attention_mask", real, "pass a mask of 4 dimensions")
         options |= {"leftpad_k": begin, "seqused_k": end}
-        # The last query is at the last column. Without a limit positions do not matter, and a mask of keys does not
-        # describe a decoder's queries: those of cross-attention may be more
+        # The last query is at the last column. Without a limit or a decay positions do not matter, and a mask of keys
+        # does not describe a decoder's queries: those of cross-attention may be more
         first = real.shape[1] - q.shape[1]
-        if (options["causal"] or options["window_size"] is not None) and first >= 0:
+        if (options["causal"] or options["window_size"] is not None or log_decay is not None) and first >= 0:
             options |= {"leftpad_q": (begin - first).clamp(min=0), "seqused_q": (end - first).clamp(min=0)}
     elif kwargs.get("cu_seq_lens_q") is not None:
         return _packed(q, k, v, log_decay, kwargs, options), None

@@ -234,6 +234,20 @@ def test_fixed_rates_refuse_other_attention():
     model(tokens())
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_fixed_rates_of_an_encoder_ignore_padding(side):
+    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**sizes, initializer_range=0.3, log_decay=alibi_log_decay(4))
+    model = transformers.AutoModel.from_config(config, attn_implementation="decayattn").eval()
+    real, x = slice(5, 20) if side == "left" else slice(0, 15), tokens()
+    mask = torch.zeros_like(x).index_fill(1, torch.arange(20)[real], 1)
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        padded = model(input_ids=x, attention_mask=mask, position_ids=places).last_hidden_state[:, real]
+        torch.testing.assert_close(padded, model(input_ids=x[:, real]).last_hidden_state, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("kind", "error"), [
     ("bart", "log_decay: expected a model without cross-attention, got BartForConditionalGeneration"),
     ("gemma3", "log_decay: no layer reads that of Gemma3Config; set it in a part, as text_config"),
