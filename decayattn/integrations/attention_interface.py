@@ -86,7 +86,7 @@ def attention(
     options: dict[str, Any] = dict(scale=scaling, causal=causal, window_size=window, sink=s_aux, bias=position_bias)
     real = None
     if attention_mask is not None:
-        kind = attention_mask.dtype
+        kind, columns = attention_mask.dtype, attention_mask.shape[-1]
         if attention_mask.ndim not in (2, 4):
             raise ValueError(f"attention_mask: expected 2 or 4 dimensions, got {tuple(attention_mask.shape)}")
         if attention_mask.ndim == 2:
@@ -100,18 +100,18 @@ def attention(
             elif position_bias is not None:
                 attention_mask = position_bias + attention_mask
             options |= {"causal": False, "window_size": None, "bias": attention_mask}
-            return decay_attention(q, k, v, log_decay, **options).contiguous(), None
         elif kind == _WINDOW and window is None:
             raise ValueError("sliding_window: expected the window of the mask, got None")
         else:
             options |= {"causal": kind != _ALL, "window_size": window if kind == _WINDOW else None}
             real = None if attention_mask.stride(3) == 0 else attention_mask[:, 0, 0] != 0
-        columns = attention_mask.shape[-1]
-        if real is not None or kind != _ALL:
+        if real is not None or kind in (_PAST, _WINDOW) or (kind == torch.bool and columns >= q.shape[1]):
             if columns > k.shape[1]:
                 raise ValueError(f"attention_mask: expected up to {k.shape[1]} keys, got {columns}; {_IGNORED_CACHE}")
             k, v = k[:, :columns], v[:, :columns]  # a static cache has unwritten keys after them
             log_decay = log_decay[:, :columns] if log_decay is not None and log_decay.ndim == 3 else log_decay
+        if options["bias"] is attention_mask:
+            return decay_attention(q, k, v, log_decay, **options).contiguous(), None
     if real is not None:
         begin, end = mask_bounds("attention_mask", real, "pass a mask of 4 dimensions")
         options |= {"leftpad_k": begin, "seqused_k": end}
@@ -154,16 +154,16 @@ def mask(
     if not _DESCRIBES_PADDING.get(type(config), False):
         return masking_utils.eager_mask(**complete)
     kind, tracing = _kind(mask_function), masking_utils.is_tracing(attention_mask)
-    if kind is None or (tracing and isinstance(q_offset, Tensor)):  # a static cache has its length on the device
+    if tracing and (kind is None or isinstance(q_offset, Tensor)):  # a static cache has its length on the device
         return masking_utils.sdpa_mask(**complete)
     past = int(q_offset) if isinstance(q_offset, Tensor) else q_offset
     columns = kv_length if kind == _ALL else min(kv_length, past + q_length - kv_offset)
-    if attention_mask is not None:
-        real = attention_mask[:, kv_offset : kv_offset + columns]
-        if real.shape[1] < columns:
-            return masking_utils.sdpa_mask(**complete)
-        if tracing or not real.all():
-            return real[:, None, None].to(kind, memory_format=torch.contiguous_format)
+    real = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + columns]
+    if kind is None or (real is not None and real.shape[1] < columns):
+        seen = masking_utils.sdpa_mask(**complete)
+        return seen if columns == kv_length or seen[..., columns:].any() else seen[..., :columns]
+    if real is not None and (tracing or not real.all()):
+        return real[:, None, None].to(kind, memory_format=torch.contiguous_format)
     return torch.ones((), dtype=kind, device=device).expand(batch_size, 1, 1, columns)
 
 

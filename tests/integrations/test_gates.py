@@ -51,6 +51,16 @@ def gated(kind="llama", **options):
     return strengthen(add_decay(build(kind, **options)))
 
 
+def gemma3(options=None):
+    """A model of text and images: token 61 is a patch of an image."""
+    torch.manual_seed(0)
+    text = dict(SIZES, head_dim=16, initializer_range=0.3, query_pre_attn_scalar=16) | (options or {})
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=28)
+    tokens = dict(mm_tokens_per_image=4, boi_token_index=60, image_token_index=61, eoi_token_index=62)
+    config = transformers.Gemma3Config(text_config=text, vision_config=dict(vision, patch_size=14), **tokens)
+    return transformers.Gemma3ForConditionalGeneration(config).eval()
+
+
 def _check_generation(model):
     """Every cache writes the tokens that no cache writes."""
     x, padded = tokens(), torch.ones(2, 20, dtype=torch.int64)
@@ -248,19 +258,29 @@ def test_fixed_rates_of_an_encoder_ignore_padding(side):
         torch.testing.assert_close(padded, model(input_ids=x[:, real]).last_hidden_state, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("decay", ["rates", "scalar", "constant"])
+def test_decay_of_an_image_is_equal_in_a_static_cache(decay):
+    """The tokens of an image see each other; the cache has unwritten keys after the prompt."""
+    model = gemma3({"log_decay": alibi_log_decay(4)} if decay == "rates" else {})
+    if decay == "rates":
+        model.set_attn_implementation("decayattn")
+    else:
+        add_decay(model, decay, half_lives=(1.0, 9.0))
+    x = torch.tensor([[2, 3, 60, 61, 61, 61, 61, 62, 5, 6, 7, 8]])
+    given = dict(input_ids=x, pixel_values=torch.ones(1, 3, 28, 28), token_type_ids=(x == 61).long())
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    with torch.no_grad():
+        cached = model(**given, **{name: StaticCache(config=model.config, max_cache_len=30)}).logits
+        torch.testing.assert_close(cached, model(**given, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("kind", "error"), [
     ("bart", "log_decay: expected a model without cross-attention, got BartForConditionalGeneration"),
     ("gemma3", "log_decay: no layer reads that of Gemma3Config; set it in a part, as text_config"),
 ])
 def test_fixed_rates_refuse_models_that_cannot_use_them(kind, error):
     """Cross-attention has other distances with a cache; attention layers have the configuration of their part."""
-    if kind == "bart":
-        model = bart()
-    else:
-        text = dict(SIZES, head_dim=8)
-        vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=28)
-        config = transformers.Gemma3Config(text_config=text, vision_config=dict(vision, patch_size=14))
-        model = transformers.Gemma3ForConditionalGeneration(config)
+    model = bart() if kind == "bart" else gemma3()
     model.config.log_decay = alibi_log_decay(4)
     model.set_attn_implementation("decayattn")
     with pytest.raises(ValueError, match=error):
