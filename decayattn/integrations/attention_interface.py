@@ -31,8 +31,9 @@ _REFUSED = {
 _KNOWS_NAMES = re.compile(r"_CLASSES\[[\w.]*_attn_implementation\]|_attn_implementation in \(")
 _IGNORED_CACHE = "a layer that ignores the cache needs use_cache=False"
 # dtypes of a mask (B, 1, 1, columns), 0 for padding: a query sees all columns, the past, or a window of it.
-# A last stride of 0 means that there is no padding; a copy loses the stride, and is slower
-_ALL, _PAST, _WINDOW = torch.uint8, torch.int8, torch.int16
+# A last stride of 0 means that there is no padding; a copy loses the stride, and is slower. _WRITTEN is the dtype of a
+# complete mask (B, 1, T_q, columns) that leaves out the unwritten keys of a static cache
+_ALL, _PAST, _WINDOW, _WRITTEN = torch.uint8, torch.int8, torch.int16, torch.int32
 # By the type of a config: True if all its models so far support flash attention. Then `mask` describes padding alone.
 # Other masks are complete, as in a process that unpickles a model
 _DESCRIBES_PADDING: dict[type, bool] = {}
@@ -87,6 +88,7 @@ def attention(
     real = None
     if attention_mask is not None:
         kind, columns = attention_mask.dtype, attention_mask.shape[-1]
+        attention_mask = attention_mask != 0 if kind == _WRITTEN else attention_mask
         if attention_mask.ndim not in (2, 4):
             raise ValueError(f"attention_mask: expected 2 or 4 dimensions, got {tuple(attention_mask.shape)}")
         if attention_mask.ndim == 2:
@@ -95,7 +97,7 @@ def attention(
             if s_aux is not None and log_decay is not None and log_decay.ndim == 1 and q.shape[1] != k.shape[1]:
                 # unwritten keys of a static cache would add to a query's distances, but not to the sink
                 raise ValueError("s_aux: expected none with constant rates, a cache and such a mask; do not compile")
-            if position_bias is not None and kind == torch.bool:
+            if position_bias is not None and attention_mask.dtype == torch.bool:
                 attention_mask = torch.where(attention_mask, position_bias, -torch.inf)
             elif position_bias is not None:
                 attention_mask = position_bias + attention_mask
@@ -105,7 +107,7 @@ def attention(
         else:
             options |= {"causal": kind != _ALL, "window_size": window if kind == _WINDOW else None}
             real = None if attention_mask.stride(3) == 0 else attention_mask[:, 0, 0] != 0
-        if real is not None or kind in (_PAST, _WINDOW) or (kind == torch.bool and columns >= q.shape[1]):
+        if real is not None or kind in (_PAST, _WINDOW, _WRITTEN):
             if columns > k.shape[1]:
                 raise ValueError(f"attention_mask: expected up to {k.shape[1]} keys, got {columns}; {_IGNORED_CACHE}")
             k, v = k[:, :columns], v[:, :columns]  # a static cache has unwritten keys after them
@@ -115,8 +117,7 @@ def attention(
     if real is not None:
         begin, end = mask_bounds("attention_mask", real, "pass a mask of 4 dimensions")
         options |= {"leftpad_k": begin, "seqused_k": end}
-        # The last query is at the last column. Without a limit or a decay positions do not matter, and a mask of keys
-        # does not describe a decoder's queries: those of cross-attention may be more
+        # the last query is at the last column; cross-attention, without a limit or a decay, may have more queries
         first = real.shape[1] - q.shape[1]
         if (options["causal"] or options["window_size"] is not None or log_decay is not None) and first >= 0:
             options |= {"leftpad_q": (begin - first).clamp(min=0), "seqused_q": (end - first).clamp(min=0)}
@@ -161,7 +162,7 @@ def mask(
     real = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + columns]
     if kind is None or (real is not None and real.shape[1] < columns):
         seen = masking_utils.sdpa_mask(**complete)
-        return seen if columns == kv_length or seen[..., columns:].any() else seen[..., :columns]
+        return seen if columns == kv_length or seen[..., columns:].any() else seen[..., :columns].to(_WRITTEN)
     if real is not None and (tracing or not real.all()):
         return real[:, None, None].to(kind, memory_format=torch.contiguous_format)
     return torch.ones((), dtype=kind, device=device).expand(batch_size, 1, 1, columns)

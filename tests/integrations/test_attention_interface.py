@@ -295,6 +295,8 @@ def test_attention_takes_masks_of_pairs_and_position_bias():
         if given is not None:
             gradients = [torch.autograd.grad(x.square().sum(), bias)[0] for x in (found, expected)]
             assert torch.allclose(*gradients, atol=1e-4)
+    with pytest.raises(ValueError, match="bias: "):  # a mask of the new tokens alone, over a cache
+        attention_interface.attention(torch.nn.Module(), q[:, :, 3:], k, v, visible[..., 3:, 3:])
 
 
 # Packed sequences, caches, compiled code

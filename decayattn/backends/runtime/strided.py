@@ -31,8 +31,7 @@ def contiguous_like(x: Tensor) -> Tensor:
 def uninitialised(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """Return like.new_empty(shape). Under deterministic algorithms torch would fill it; a storage is not filled.
 
-    The fills were 335 MB per Hopper backward (B4 H16 T8192 D64). torch's switch for them is not per thread. Fake
-    tensors have no storage.
+    It filled 335 MB per Hopper backward (B4 H16 T8192 D64). Its switch is not per thread. Fake tensors have no storage.
     """
     if type(like) is not Tensor or not torch.are_deterministic_algorithms_enabled():
         return like.new_empty(*shape, dtype=dtype)  # parsing a tuple takes half as long again
