@@ -216,9 +216,7 @@ def _with_resets(
     length = q.shape[1]
     if positions is None or q.shape[0] != 1 or positions.shape != (1, length) or not 1 < length == k.shape[1]:
         return log_decay
-    starts = positions == positions.min()
-    if real is not None:
-        starts = starts & real.all()
+    starts = (positions == positions.min()) & (real is None or real.all())
     if log_decay is None:
         log_decay = q.new_zeros(1, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     per_token = log_decay if log_decay.ndim == 3 else log_decay.expand(1, length, -1)

@@ -78,6 +78,9 @@ def split_key(module: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor | N
     """
     if not hasattr(module, "_log_decay"):
         rates = getattr(getattr(module, "config", None), "log_decay", None)
+        crosses = "CrossAttention" in type(module).__name__ or getattr(module, "is_cross_attention", False)
+        if crosses and rates is not None:
+            raise ValueError(f"log_decay: expected a model without cross-attention, got {type(module).__name__}")
         return None if rates is None else _rates(tuple(rates), query.dtype, query.device), key
     log_decay: Any = module._log_decay
     module._log_decay = None  # type: ignore[assignment]  # consumed
@@ -100,10 +103,8 @@ def split_key(module: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor | N
 
 
 def _rates(rates: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    if torch.compiler.is_compiling():
-        return torch.tensor(rates, dtype=dtype, device=device)
-    return _rates_on_device(rates, dtype, device)
+    make: Any = torch.tensor if torch.compiler.is_compiling() else _rates_on_device
+    return make(rates, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -157,7 +158,7 @@ def _check_rates(model: PreTrainedModel, _: tuple) -> None:
         return
     if crosses:  # with a cache, every query would be at the last key
         raise ValueError(f"log_decay: expected a model without cross-attention, got {type(model).__name__}")
-    parts = [getattr(m, "config", None) for m in model.modules() if not isinstance(m, PreTrainedModel)]
+    parts = [getattr(m, "config", None) for m in model.modules() if "Attention" in type(m).__name__]
     if all(getattr(part, "log_decay", None) is None for part in parts):
         raise ValueError(f"log_decay: no layer reads that of {type(config).__name__}; set it in a part, as text_config")
     _check_attention(config, "the fixed rates of config.log_decay")

@@ -290,6 +290,30 @@ def test_fixed_rates_refuse_models_that_cannot_use_them(kind, error):
         model(tokens())
 
 
+def test_fixed_rates_of_a_configuration_with_a_projector_raise():
+    """The projector of Mistral 3 keeps the configuration of the whole model, and no attention reads it."""
+    text = transformers.MistralConfig(**SIZES)
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=28)
+    vision = transformers.PixtralVisionConfig(**vision, patch_size=14)
+    config = transformers.Mistral3Config(text_config=text, vision_config=vision, image_token_index=61)
+    config.log_decay = alibi_log_decay(4)
+    model = transformers.Mistral3ForConditionalGeneration._from_config(config, attn_implementation="decayattn")
+    with pytest.raises(ValueError, match="log_decay: no layer reads that of Mistral3Config"):
+        model(tokens())
+
+
+def test_fixed_rates_refuse_cross_attention_in_a_decoder():
+    """Layers of Llama 3.2 attend to an image if there is one."""
+    sizes = dict(cross_attention_layers=[1], rope_parameters={"rope_type": "default", "rope_theta": 10_000.0})
+    config = transformers.models.mllama.configuration_mllama.MllamaTextConfig(**SIZES, **sizes)
+    config.log_decay = alibi_log_decay(4)
+    model = transformers.MllamaForCausalLM._from_config(config, attn_implementation="decayattn")
+    model(tokens())
+    image = dict(cross_attention_states=torch.ones(2, 8, 64), cross_attention_mask=torch.zeros(2, 1, 20, 8))
+    with pytest.raises(ValueError, match="without cross-attention, got MllamaTextCrossAttention"):
+        model(tokens(), **image, full_text_row_masked_out_mask=torch.ones(2, 1, 20, 1))
+
+
 @pytest.mark.parametrize("learned", [False, True])
 def test_constant_decay_with_sinks_refuses_unwritten_keys(learned):
     """Compiled, a static cache gets a mask with its unwritten keys, which are in no distance to a sink."""
