@@ -32,7 +32,7 @@ _KNOWS_NAMES = re.compile(r"_CLASSES\[[\w.]*_attn_implementation\]|_attn_impleme
 _IGNORED_CACHE = "a layer that ignores the cache needs use_cache=False"
 # dtypes of a mask (B, 1, 1, columns), 0 for padding: a query sees all columns, the past, or a window of it.
 # A last stride of 0 means that there is no padding; a copy loses the stride, and is slower. _WRITTEN is the dtype of a
-# complete mask (B, 1, T_q, columns) that leaves out the unwritten keys of a static cache
+# complete mask (B, 1, T_q, columns) without the unwritten keys of a static cache, where that matters
 _ALL, _PAST, _WINDOW, _WRITTEN = torch.uint8, torch.int8, torch.int16, torch.int32
 # By the type of a config: True if all its models so far support flash attention. Then `mask` describes padding alone.
 # Other masks are complete, as in a process that unpickles a model
@@ -94,7 +94,7 @@ def attention(
         if attention_mask.ndim == 2:
             real = attention_mask != 0
         elif kind not in (_ALL, _PAST, _WINDOW) or attention_mask.shape[1:3] != (1, 1):
-            if s_aux is not None and log_decay is not None and log_decay.ndim == 1 and q.shape[1] != k.shape[1]:
+            if s_aux is not None and getattr(log_decay, "ndim", 0) == 1 and q.shape[1] != columns and kind != _WRITTEN:
                 # unwritten keys of a static cache would add to a query's distances, but not to the sink
                 raise ValueError("s_aux: expected none with constant rates, a cache and such a mask; do not compile")
             if position_bias is not None and attention_mask.dtype == torch.bool:
@@ -155,14 +155,15 @@ def mask(
     if not _DESCRIBES_PADDING.get(type(config), False):
         return masking_utils.eager_mask(**complete)
     kind, tracing = _kind(mask_function), masking_utils.is_tracing(attention_mask)
-    if tracing and (kind is None or isinstance(q_offset, Tensor)):  # a static cache has its length on the device
+    if tracing and isinstance(q_offset, Tensor):  # a static cache has its length on the device
         return masking_utils.sdpa_mask(**complete)
     past = int(q_offset) if isinstance(q_offset, Tensor) else q_offset
     columns = kv_length if kind == _ALL else min(kv_length, past + q_length - kv_offset)
     real = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + columns]
     if kind is None or (real is not None and real.shape[1] < columns):
         seen = masking_utils.sdpa_mask(**complete)
-        return seen if columns == kv_length or seen[..., columns:].any() else seen[..., :columns].to(_WRITTEN)
+        marked = tracing if columns == kv_length else not (tracing or seen[..., columns:].any())
+        return seen[..., :columns].to(_WRITTEN) if marked else seen
     if real is not None and (tracing or not real.all()):
         return real[:, None, None].to(kind, memory_format=torch.contiguous_format)
     return torch.ones((), dtype=kind, device=device).expand(batch_size, 1, 1, columns)

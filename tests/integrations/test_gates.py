@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, StaticCache, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache, Trainer, TrainingArguments
 
 from decayattn.integrations.transformers import add_decay
 from decayattn.nn import ScalarDecay, alibi_log_decay
@@ -328,6 +328,18 @@ def test_constant_decay_with_sinks_refuses_unwritten_keys(learned):
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     with torch.no_grad(), pytest.raises(Exception, match="s_aux: expected none with constant rates, a cache"):
         torch.compile(model, backend="eager")(tokens(), **{name: cache})
+
+
+def test_constant_decay_with_sinks_takes_dynamic_cache_compiled():
+    sizes = dict(SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1, initializer_range=0.3)
+    config = transformers.GptOssConfig(**sizes, sliding_window=4, log_decay=alibi_log_decay(4))
+    model = transformers.GptOssForCausalLM._from_config(config, attn_implementation="decayattn").eval()
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens()[:, :15], **{name: cache})
+        found = torch.compile(model, backend="eager")(tokens()[:, 15:], **{name: cache}).logits
+        torch.testing.assert_close(found, model(tokens(), use_cache=False).logits[:, 15:], rtol=1e-4, atol=1e-4)
 
 
 def bloom():
