@@ -161,6 +161,7 @@ with forward_ad.dual_level():
 """
 
 
+@pytest.mark.slow
 def test_autograd_works_without_any_private_name():
     """A process of its own: the way operators are differentiated is chosen when the library is imported."""
     run_python("-c", WITHOUT_ALL, cwd=ROOT)

@@ -106,6 +106,7 @@ def test_two_gates_are_within_the_error_budget(dtype):
     assert_within_budget(verify_attention_varlen(**packed, **options, sink=torch.randn(4, device=DEVICE)))
 
 
+@pytest.mark.slow
 def test_two_gates_compile_into_one_graph():
     attend = functools.partial(decay_attention, causal=False, window_size=(-1, 9), backend="triton", return_lse=True)
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)

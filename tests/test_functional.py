@@ -278,6 +278,7 @@ def test_export_takes_packed_sequences():
     check_export(call, inputs, shapes, [(2, 5), (3, 12), (2, 21)])
 
 
+@pytest.mark.slow
 def test_export_takes_the_layer():
     def inputs(batch, rows):
         lengths = torch.randint(1, rows + 1, (batch, 1))

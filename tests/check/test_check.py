@@ -223,6 +223,7 @@ def test_wrong_option_exits_with_2(options, capsys):
 # Processes
 
 
+@pytest.mark.slow
 def test_tasks_survive_errors_exits_and_hangs():
     """An exception, an exit status and the time limit each take one result, and the next task a new process."""
     sources = ["4", "1 / 0", "__import__('os')._exit(3)", "2 + 2", "__import__('time').sleep(600)"]

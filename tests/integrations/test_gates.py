@@ -314,6 +314,7 @@ def test_fixed_rates_refuse_cross_attention_in_a_decoder():
         model(tokens(), **image, full_text_row_masked_out_mask=torch.ones(2, 1, 20, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learned", [False, True])
 def test_constant_decay_with_sinks_refuses_unwritten_keys(learned):
     """Compiled, a static cache gets a mask with its unwritten keys, which are in no distance to a sink."""
@@ -330,6 +331,7 @@ def test_constant_decay_with_sinks_refuses_unwritten_keys(learned):
         torch.compile(model, backend="eager")(tokens(), **{name: cache})
 
 
+@pytest.mark.slow
 def test_constant_decay_with_sinks_takes_dynamic_cache_compiled():
     sizes = dict(SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1, initializer_range=0.3)
     config = transformers.GptOssConfig(**sizes, sliding_window=4, log_decay=alibi_log_decay(4))

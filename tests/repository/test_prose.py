@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from repository_files import ROOT
 
+pytestmark = pytest.mark.xdist_group("prose")  # one process reads all files
 OPENINGS = re.compile(r"(?:What|Of|Whether|How|Where|Who|Whose|So|Those|In|Which|Why|That|It|They|And|As|Beside)\b")
 # the words, and what to write
 VAGUE = {

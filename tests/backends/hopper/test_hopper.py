@@ -477,8 +477,10 @@ def test_packed_groups_windows_and_sinks(dim, heads, kv_heads, decay, left):
 # Skipping
 
 
-@pytest.mark.parametrize(("decay", "dim"), on([*itertools.product(["scalar", "constant"], DIMS)],
-                                              [("constant", 64), ("scalar", 128), ("scalar", 256)]))
+@pytest.mark.parametrize(("decay", "dim"), on(
+    [*itertools.product(["scalar", "constant"], DIMS)],
+    [("constant", 64), ("scalar", 128), pytest.param("scalar", 256, marks=pytest.mark.slow)],
+))
 def test_far_tiles_are_skipped(decay, dim, monkeypatch):
     """With far values, and the output gradients of far rows, NaN: tiles that are visited turn NaN."""
     length, far = on((1500, 1024), (450, 384))
