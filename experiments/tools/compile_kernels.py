@@ -359,8 +359,9 @@ def _assembled(ptx: str, capability: int) -> str:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         options = ["-v", f"--gpu-name={sm_arch_from_capability(capability)}", "-o", "/dev/null"]
-        options += ["--regAllocOptLevel=2"] * (tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8))
-        command = [get_ptxas(capability).path, *options, str(source)]
+        options += ["--regAllocOptLevel=2"] * (tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
+        faster = launching.faster_ptxas() if capability == 90 else None
+        command = [faster or get_ptxas(capability).path, *options, str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout + done.stderr
 

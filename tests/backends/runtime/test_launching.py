@@ -2,6 +2,7 @@
 
 import gc
 import random
+import re
 import weakref
 from types import SimpleNamespace
 
@@ -166,6 +167,25 @@ def test_kinds_are_as_fine_as_in_triton():
         found = specialize(type(backend), x, False, True, True)
         assert seen.setdefault(launching.kinds_of((x,)), found) == found, x
     assert len(seen) > 30
+
+
+def test_ptxas_for_hopper(log, kernel, kernel_of_anything, monkeypatch, tmp_path):
+    """Triton 3.9 takes CUDA 13.4's. Ours are assembled by another; kernels of others are not, before and after."""
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    monkeypatch.setattr(driver.active, "get_current_target", lambda: GPUTarget("cuda", 90, 32))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    choice, path = compiler.get_ptxas(90), launching.faster_ptxas()
+    assert (path is not None) == (choice.version == "13.4")
+    x = torch.zeros(8)
+
+    def version(compiled) -> int:
+        return int(re.search(r"\.version (\S+)", compiled.asm["ptx"])[1].replace(".", ""))
+
+    others = compiler.ptx_get_version(choice.version)
+    assert version(kernel_of_anything[(1,)](x, 7, enable_fp_fusion=True)) == others
+    assert version(launching.uncached(kernel, 1, x, 7, WIDTH=16, MODE="a")) == (others if path is None else 88)
+    assert version(kernel_of_anything[(1,)](x, 7.0, enable_fp_fusion=True)) == others
+    assert choice.version in compiler.get_ptxas_version(90)
 
 
 def test_cleared_caches_and_freed_kernels(log, kernel):
