@@ -104,7 +104,7 @@ check_launches(triton.runtime.JITFunction.run)
 
 @functools.cache
 def faster_ptxas() -> str | None:
-    """Path of a ptxas whose kernels for Hopper are faster than those of Triton's choice; None: Triton chooses."""
+    """Path of a ptxas that makes faster kernels for Hopper than the one of Triton's choice; None: Triton chooses."""
     tools = triton.knobs.nvidia
     with contextlib.suppress(RuntimeError):  # a tool is missing
         if (tools.ptxas_blackwell.version, tools.ptxas.version) == _PTXAS:
