@@ -184,9 +184,8 @@ def _kind(mask_function: Callable) -> torch.dtype | None:
     cells = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
     parts = cells[0] if len(cells) == 1 and isinstance(cells[0], tuple) else ()
     windows = [getattr(part, "__qualname__", "").startswith("sliding_window_overlay.") for part in parts]
-    causal = [part is masking_utils.causal_mask_function for part in parts]
-    both = mask_function.__qualname__.startswith("and_masks.")
-    return _WINDOW if both and len(parts) == 2 and any(windows) and any(causal) else None
+    both = mask_function.__qualname__.startswith("and_masks.") and len(parts) == 2
+    return _WINDOW if both and any(windows) and masking_utils.causal_mask_function in parts else None
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, kwargs: dict, options: dict) -> Tensor:
@@ -220,8 +219,7 @@ def _with_resets(
     starts = (positions == positions.min()) & (real is None or real.all())
     if log_decay is None:
         log_decay = q.new_zeros(1, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    per_token = log_decay if log_decay.ndim == 3 else log_decay.expand(1, length, -1)
-    return per_token.masked_fill(starts[..., None], -torch.inf)
+    return log_decay.expand(1, length, -1).masked_fill(starts[..., None], -torch.inf)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -255,15 +253,13 @@ def _check_support(model: PreTrainedModel) -> None:
     """Refuse a model that NAME cannot run, and record if all models that share its config support flash attention."""
     if model.config.model_type == NAME:  # DecayModel has no other attention
         return
-    sharing = (x for x in model.modules() if isinstance(x, PreTrainedModel) and x.config is model.config)
-    kinds = dict.fromkeys(type(x) for x in sharing)
+    kinds = {type(x): None for x in model.modules() if isinstance(x, PreTrainedModel) and x.config is model.config}
     for kind in kinds:
         # transformers looks for its interface in a class's source; a class of a notebook has none
         known: list[Any] = [c for c in kind.__mro__ if issubclass(c, PreTrainedModel)]
         written = next(c for c in known if getattr(sys.modules.get(c.__module__), "__file__", None))
-        supported = kind._supports_flash_attn or kind._supports_sdpa
         if (
-            not (supported and written._can_set_attn_implementation())
+            not ((kind._supports_flash_attn or kind._supports_sdpa) and written._can_set_attn_implementation())
             or _KNOWS_NAMES.search(inspect.getsource(sys.modules[written.__module__]))
         ):
             raise ValueError(

@@ -7,7 +7,6 @@ with the keys. Caches that change the bits of keys cannot; a quantised cache rai
 
 import copy
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -17,12 +16,10 @@ from transformers import PreTrainedModel, initialization
 from transformers.cache_utils import Cache
 
 from decayattn.nn.attention import DecayFlashAttention
-from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, Spared, spread_half_lives
+from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, Spared, spread_log_decays
 from decayattn.validation import check_half_lives
 
 NAME = "decayattn"  # of the attention function
-# a key with its extra channels is a multiple of this number of bytes, as TMA and vector loads need
-_ALIGNMENT = 16
 AddedDecay = Literal["scalar", "constant"]
 _USE_NO_CACHE = "use decay='constant', or use_cache=False"
 
@@ -129,7 +126,7 @@ class _CarryingCache:
             raise ValueError(f"cache: expected one of keys, got one of latents (kv_lora_rank); {_USE_NO_CACHE}")
         self._module._carried = heads, width
         channels = self._log_decay.unflatten(2, (heads, -1)).transpose(1, 2).contiguous().view(key_states.dtype)
-        missing = -channels.shape[-1] % (_ALIGNMENT // key_states.dtype.itemsize)
+        missing = -channels.shape[-1] % (16 // key_states.dtype.itemsize)  # to 16 bytes, for TMA and vector loads
         padding = key_states.new_zeros(*key_states.shape[:3], missing)
         return self._cache.update(torch.cat([key_states, channels, padding], -1), value_states, *args, **kwargs)
 
@@ -198,8 +195,7 @@ def _insert(model: nn.Module, added: dict[str, Any]) -> bool:
         if added["decay"] == "scalar":
             decay: Decay = ScalarDecay(module.config.hidden_size, heads, initial_half_lives=half_lives, **options)
         else:
-            rates = [-math.log(2) / half_life for half_life in spread_half_lives(half_lives, heads)]
-            decay = ConstantDecay(rates, learned=True, **options)
+            decay = ConstantDecay(spread_log_decays(half_lives, heads), learned=True, **options)
         module.decay, module._log_decay = decay, None
         module.register_forward_pre_hook(_decay, with_kwargs=True)
     return found

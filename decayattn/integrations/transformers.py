@@ -423,9 +423,9 @@ class DecayModel(DecayPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
 
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if x.ndim != 3 and input_ids is not None:
+            raise ValueError(f"input_ids: expected (B, T), got {tuple(input_ids.shape)}")
         if x.ndim != 3:
-            if input_ids is not None:
-                raise ValueError(f"input_ids: expected (B, T), got {tuple(input_ids.shape)}")
             raise ValueError(f"inputs_embeds: expected (B, T, hidden_size), got {tuple(x.shape)}")
         may_pack = len(x) == 1 and attention_mask is None and cache is None and not use_cache
         sequences = _sequences(packing, may_pack, position_ids is not None)

@@ -105,9 +105,8 @@ class Decay(Spared):
         # every conversion and move of a module (.to, .bfloat16, .cuda, .to_empty, share_memory, …) goes through here
         def at_least_float32(tensor: Tensor) -> Tensor:
             converted = fn(tensor)
-            if _is_narrow(converted):
-                return tensor.to(converted.device, torch.float32)  # from the original, which is not rounded
-            return converted
+            # from the original, which is not rounded
+            return tensor.to(converted.device, torch.float32) if _is_narrow(converted) else converted
 
         return super()._apply(at_least_float32, recurse)
 
@@ -185,9 +184,8 @@ class ScalarDecay(Decay):
     def reset_parameters(self) -> None:
         """Reset the weight to 0 and the biases to initial_half_lives."""
         self.weight.zero_()
-        log_decays = [-math.log(2) / h for h in spread_half_lives(self.initial_half_lives, self.num_heads)]
         # b with logsigmoid(b) = λ: logit(exp(λ)) in a form that keeps its digits for λ near 0
-        biases = [log_decay - math.log(-math.expm1(log_decay)) for log_decay in log_decays]
+        biases = [x - math.log(-math.expm1(x)) for x in spread_log_decays(self.initial_half_lives, self.num_heads)]
         fill(self.bias, [bias for bias in biases for _ in range(self.directions)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -331,14 +329,13 @@ def half_life(log_decay: Tensor) -> Tensor:
     return half_lives.masked_fill(is_reset(log_decay), 0.0)
 
 
-def spread_half_lives(half_lives: tuple[float, ...], num_heads: int) -> list[float]:
-    """One half-life per head: the given ones, or a pair spread evenly in the logarithm."""
-    if len(half_lives) == num_heads:
-        return list(half_lives)
-    shortest, longest = half_lives
-    if num_heads == 1:
-        return [math.sqrt(shortest * longest)]
-    return [shortest * (longest / shortest) ** (i / (num_heads - 1)) for i in range(num_heads)]
+def spread_log_decays(half_lives: Sequence[float], num_heads: int) -> list[float]:
+    """λ of every head: of the given half-lives, or of a pair spread evenly in the logarithm."""
+    if len(half_lives) != num_heads:
+        shortest, longest = half_lives
+        steps = [i / (num_heads - 1) for i in range(num_heads)] if num_heads > 1 else [0.5]
+        half_lives = [shortest * (longest / shortest) ** step for step in steps]
+    return [-math.log(2) / half_life for half_life in half_lives]
 
 
 def _mark_loaded(module: Spared, _: object) -> None:
@@ -346,5 +343,4 @@ def _mark_loaded(module: Spared, _: object) -> None:
 
 
 def _parameter_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    dtype = torch.get_default_dtype() if dtype is None else dtype
-    return torch.promote_types(dtype, torch.float32)
+    return torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
