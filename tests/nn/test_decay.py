@@ -11,7 +11,7 @@ import torch
 from other_libraries import AlibiPositionalBias
 from torch import nn
 
-from decayattn import DecayFlashAttention
+from decayattn import DecayFlashAttention, decay_attention
 from decayattn.nn import ConstantDecay, Decay, ScalarDecay, alibi_log_decay, half_life, retnet_log_decay
 
 EPS = torch.finfo(torch.float32).eps
@@ -306,6 +306,15 @@ def test_steps_keep_the_sign_of_learned_values(direction):
     moved = decay(x).detach()
     assert (direction * (moved - values) < 0).all()
     assert torch.equal(moved.sign(), values.sign())
+
+
+def test_learned_rate_beyond_float32_is_reset_without_gradient():
+    decay, q = ConstantDecay.from_values([-1e39, -0.1], learned=True), torch.randn(1, 5, 2, 8)
+    out = decay_attention(q, q, q, decay(q))
+    torch.testing.assert_close(out[:, :, 0], q[:, :, 0])
+    out.square().sum().backward()
+    assert decay.log_rate.grad[0] == 0
+    assert decay.log_rate.grad[1] != 0
 
 
 def test_half_life_of_rates():
