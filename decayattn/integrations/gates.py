@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from decayattn.nn.attention import DecayFlashAttention
 from decayattn.nn.decay import ConstantDecay, Decay, ScalarDecay, Spared, spread_log_decays
-from decayattn.validation import check_half_lives
+from decayattn.validation import check_half_lives, check_log_decays
 
 NAME = "decayattn"  # of the attention function
 AddedDecay = Literal["scalar", "constant"]
@@ -78,7 +78,7 @@ def split_key(module: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor | N
         crosses = "CrossAttention" in type(module).__name__ or getattr(module, "is_cross_attention", False)
         if crosses and rates is not None:
             raise ValueError(f"log_decay: expected a model without cross-attention, got {type(module).__name__}")
-        return None if rates is None else _rates(tuple(rates), query.dtype, query.device), key
+        return None if rates is None else _rates(rates, query.dtype, query.device), key
     log_decay: Any = module._log_decay
     module._log_decay = None  # type: ignore[assignment]  # consumed
     if log_decay is None:
@@ -99,9 +99,10 @@ def split_key(module: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor | N
     return log_decay, key[..., :width]
 
 
-def _rates(rates: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _rates(rates: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    numbers = tuple(rates) if isinstance(rates, (list, tuple)) else check_log_decays("config.log_decay", rates, False)
     make: Any = torch.tensor if torch.compiler.is_compiling() else _rates_on_device
-    return make(rates, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
+    return make(numbers, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
 
 
 @functools.lru_cache(maxsize=256)

@@ -242,6 +242,9 @@ def test_fixed_rates_refuse_other_attention():
     model.config.log_decay = None
     model.set_attn_implementation("sdpa")
     model(tokens())
+    later.config.log_decay = -0.1
+    with pytest.raises(TypeError, match=r"config.log_decay: expected one number per head, .* got -0.1"):
+        later(tokens())
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
