@@ -7,6 +7,7 @@ with the keys. Caches that change the bits of keys cannot; a quantised cache rai
 
 import copy
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -21,6 +22,8 @@ from decayattn.validation import check_half_lives, check_log_decays
 
 NAME = "decayattn"  # of the attention function
 AddedDecay = Literal["scalar", "constant"]
+# names of attention to another sequence in models of transformers, as their checkpoints have them
+_CROSS_ATTENTION = re.compile("cross_?att|encoder_attn|EncDecAtt")
 _USE_NO_CACHE = "use decay='constant', or use_cache=False"
 
 
@@ -147,14 +150,15 @@ def _check_attention(config: Any, decay: str) -> None:
         )
 
 
-def _check_rates(model: PreTrainedModel, _: tuple) -> None:
+def _check_rates(model: PreTrainedModel, _: tuple, given: dict[str, Any]) -> None:
     """Pre-hook of a model with fixed rates, unless layers of ours read them."""
-    config = model.config
-    crosses = config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
-    is_plain = config._attn_implementation == NAME and not crosses and not config.sub_configs
+    config, states = model.config, given.get("encoder_hidden_states")
+    may_cross = states is not None or config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
+    is_plain = config._attn_implementation == NAME and not may_cross and not config.sub_configs
     if is_plain or getattr(config, "log_decay", None) is None or any(isinstance(m, Spared) for m in model.modules()):
         return
-    if crosses:  # with a cache, every query would be at the last key
+    # with a cache, every query would be at the last key; an encoder alone has the configuration of the whole model
+    if may_cross and (states is not None or _CROSS_ATTENTION.search(" ".join(dict(model.named_modules())))):
         raise ValueError(f"log_decay: expected a model without cross-attention, got {type(model).__name__}")
     parts = [getattr(m, "config", None) for m in model.modules() if "Attention" in type(m).__name__]
     if all(getattr(part, "log_decay", None) is None for part in parts):
@@ -169,7 +173,7 @@ def guard_rates(model: PreTrainedModel) -> None:
         and any(kind.__module__.startswith("transformers.models.") for kind in type(model).__mro__)
         and _check_rates not in model._forward_pre_hooks.values()
     ):
-        model.register_forward_pre_hook(_check_rates)
+        model.register_forward_pre_hook(_check_rates, with_kwargs=True)
 
 
 def _decay(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

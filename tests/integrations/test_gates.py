@@ -288,6 +288,10 @@ def test_fixed_rates_refuse_models_that_cannot_use_them(kind, error):
     model.set_attn_implementation("decayattn")
     with pytest.raises(ValueError, match=error):
         model(tokens())
+    if kind == "bart":  # its encoder alone has the same configuration
+        found = model.eval().get_encoder()(tokens()).last_hidden_state
+        model.config.log_decay = None
+        assert not torch.allclose(found, model.get_encoder()(tokens()).last_hidden_state)
     if kind == "gemma3":
         model.config.text_config.log_decay, model.config.log_decay = model.config.log_decay, None
         model(tokens())
@@ -315,6 +319,12 @@ def test_fixed_rates_refuse_cross_attention_in_a_decoder():
     image = dict(cross_attention_states=torch.ones(2, 8, 64), cross_attention_mask=torch.zeros(2, 1, 20, 8))
     with pytest.raises(ValueError, match="without cross-attention, got MllamaTextCrossAttention"):
         model(tokens(), **image, full_text_row_masked_out_mask=torch.ones(2, 1, 20, 1))
+    model = transformers.BartForCausalLM(bart().config)
+    model.config.log_decay = alibi_log_decay(4)
+    model.set_attn_implementation("decayattn")
+    model(tokens())
+    with pytest.raises(ValueError, match="without cross-attention, got BartForCausalLM"):
+        model(tokens(), encoder_hidden_states=torch.ones(2, 8, 32))
 
 
 @pytest.mark.slow
@@ -353,6 +363,7 @@ def bloom():
 
 def bart():
     sizes = dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=64)
+    sizes |= dict(encoder_attention_heads=4, decoder_attention_heads=4, init_std=0.4)
     return transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes))
 
 
