@@ -160,9 +160,15 @@ def _check_rates(model: PreTrainedModel, _: tuple, given: dict[str, Any]) -> Non
     # with a cache, every query would be at the last key; an encoder alone has the configuration of the whole model
     if may_cross and (states is not None or _CROSS_ATTENTION.search(" ".join(dict(model.named_modules())))):
         raise ValueError(f"log_decay: expected a model without cross-attention, got {type(model).__name__}")
-    parts = [getattr(m, "config", None) for m in model.modules() if "Attention" in type(m).__name__]
-    if all(getattr(part, "log_decay", None) is None for part in parts):
-        raise ValueError(f"log_decay: no layer reads that of {type(config).__name__}; set it in a part, as text_config")
+    parts = [m.config for m in model.modules() if "Attention" in type(m).__name__ and hasattr(m, "config")]
+    parts = [part for part in parts if getattr(part, "log_decay", None) is not None]
+    unread = f"log_decay: no layer reads that of {type(config).__name__}"
+    if not parts:
+        raise ValueError(f"{unread}; set it in a part, as text_config")
+    for part in parts if all(x is not config for x in parts) else []:
+        read, top = (check_log_decays("config.log_decay", x.log_decay, False) for x in (part, config))
+        if read != top:
+            raise ValueError(f"{unread}, and {type(part).__name__} has other rates; remove the former")
     _check_attention(config, "the fixed rates of config.log_decay")
 
 

@@ -293,7 +293,12 @@ def test_fixed_rates_refuse_models_that_cannot_use_them(kind, error):
         model.config.log_decay = None
         assert not torch.allclose(found, model.get_encoder()(tokens()).last_hidden_state)
     if kind == "gemma3":
-        model.config.text_config.log_decay, model.config.log_decay = model.config.log_decay, None
+        model.config.text_config.log_decay = list(model.config.log_decay)
+        model(tokens())
+        model.config.log_decay = alibi_log_decay(8)[:4]
+        with pytest.raises(ValueError, match="that of Gemma3Config, and Gemma3TextConfig has other rates; remove"):
+            model(tokens())
+        model.config.log_decay = None
         model(tokens())
 
 
