@@ -95,10 +95,16 @@ class AttentionProblem(NamedTuple):
         layout: LayoutName = "dense" if bounds is None else "padded" if longest is None else "packed"
         sequences = batch if bounds is None else bounds.shape[0]
         longest_query, longest_key = (query_length, key_length) if longest is None else longest
+        left, right = window
+        # symbolic: a comparison would specialise a graph to these lengths; the operator compares them as numbers
+        if not torch.compiler.is_compiling() and isinstance(longest_query, int) and isinstance(longest_key, int):
+            # −1 for a limit that no pair exceeds, because kernels add limits to 32-bit numbers: the first key is up to
+            # longest_key − 1 to the left of a query, the last one longest_query − 1 to its right
+            left, right = -1 if left >= longest_key - 1 else left, -1 if right >= longest_query - 1 else right
         return cls(
             batch, query_length, key_length, num_heads, num_kv_heads, head_dim, value_dim,
             q.dtype, q.device, decay, causal, row_scale is not None, bias is not None,
-            _clamped(window, longest_query, longest_key), layout, sequences, longest_query, longest_key, skip_tolerance,
+            (left, right), layout, sequences, longest_query, longest_key, skip_tolerance,
         )
 
 
@@ -200,17 +206,6 @@ def is_reset(log_decay: Tensor) -> Tensor:
     return log_decay < RESET_BELOW
 
 
-def _clamped(window: Sequence[int], longest_query: int, longest_key: int) -> tuple[int, int]:
-    """The window, with −1 for a limit that no pair of query and key exceeds: kernels add limits to 32-bit numbers."""
-    left, right = window  # the first key is up to longest_key − 1 to the left, the last longest_query − 1 to the right
-    if torch.compiler.is_compiling() or not isinstance(longest_query, int) or not isinstance(longest_key, int):
-        # a comparison would specialise a graph to these lengths; the operator compares them as numbers
-        return left, right
-    return -1 if left >= longest_key - 1 else left, -1 if right >= longest_query - 1 else right
-
-
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
     """Context manager that switches autocast off on devices that have it."""
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
-
-
