@@ -188,14 +188,14 @@ class DecayFlashAttention(Spared):
         )
         has_norm = check_bool("output_norm", output_norm)
         self.output_norm = HeadRMSNorm(self.value_dim, num_heads, **options) if has_norm else None
-        self.sink = nn.Parameter(torch.empty(num_heads, **options)) if check_bool("sink", sink) else None
-        self.log_scale = nn.Parameter(torch.empty(num_heads, **options)) if scale == "learned" else None
+        self.sink = nn.Parameter(torch.zeros(num_heads, **options)) if check_bool("sink", sink) else None
+        self.log_scale = nn.Parameter(torch.zeros(num_heads, **options)) if scale == "learned" else None
         self.decay = _build_decay(decay, self.embed_dim, num_heads, options)
         if causal and getattr(self.decay, "directions", 1) > 1:
             raise ValueError("causal: expected False with a gate per direction, got True; use directions=1")
         self.tensor_mesh: Any = None  # the DeviceMesh of tensor parallelism; see decayattn.nn.tensor_parallel_plan
-        self._zero_start()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Reset all parameters except those of `decay` and `position`, which reset themselves.
 
@@ -205,7 +205,8 @@ class DecayFlashAttention(Spared):
         for module in (self.in_proj, self.out_proj, self.q_norm, self.k_norm, self.output_norm):
             if module is not None:
                 module.reset_parameters()
-        self._zero_start()
+        for parameter in self._spared():
+            parameter.zero_()
 
     def _spared(self) -> Iterator[nn.Parameter]:
         parameters = (self._parameters.get(name) for name in ("sink", "log_scale"))
@@ -450,11 +451,6 @@ class DecayFlashAttention(Spared):
         names += [name for name in ("kv_shift", "window_size") if getattr(self, name)]
         options = [f"{name}={getattr(self, name)}" for name in names]
         return ", ".join([*options, f"scale={self.scale!r}", f"backend={self.backend!r}"])
-
-    @torch.no_grad()
-    def _zero_start(self) -> None:
-        for parameter in self._spared():
-            parameter.zero_()
 
     def _score_scale(self, part: Callable[[Tensor, Any], Tensor]) -> Tensor | float | None:
         if self.log_scale is None:
