@@ -27,12 +27,6 @@ SkipTolerance = float | Literal["auto"] | None
 class AttentionProblem(NamedTuple):
     """Shapes and modes of one call, without tensors: it can be compared, printed and cached.
 
-    decay is "none", "constant" (one log-decay per head) or "scalar" (one per token and head);
-    row_scale is True if every query row has its own scale, with a gradient, instead of one number for all;
-    bias is True if a tensor is added to the scores, or masks them;
-    window is (left, right), the distance that a query sees to either side; −1 if no pair could exceed the limit;
-    skip_tolerance is an upper bound on the probability that a row may lose to skipped keys.
-
     layout is the place of the sequences. "dense": each fills its batch entry. "padded": each is an interval of its
     batch entry. "packed": all are consecutive on the token axes of a single batch entry. query_length and key_length
     then measure those axes, and the longest sequences have longest_query rows and longest_key tokens. Unless the layout
@@ -49,16 +43,16 @@ class AttentionProblem(NamedTuple):
     value_dim: int
     dtype: torch.dtype
     device: torch.device
-    decay: DecayName
+    decay: DecayName  # "constant": one log-decay per head; "scalar": one per token and head
     causal: bool
-    row_scale: bool
-    bias: bool = False
-    window: tuple[int, int] = (-1, -1)
+    row_scale: bool  # True if every query row has its own scale, with a gradient, instead of one number for all
+    bias: bool = False  # True if a tensor is added to the scores, or masks them
+    window: tuple[int, int] = (-1, -1)  # (left, right) as in decay_attention; −1 if no pair could exceed the limit
     layout: LayoutName = "dense"
     sequences: int = 0
     longest_query: int = 0
     longest_key: int = 0
-    skip_tolerance: float = 0.0
+    skip_tolerance: float = 0.0  # upper bound on the probability that a row may lose to skipped keys
 
     @property
     def first_position(self) -> int:
