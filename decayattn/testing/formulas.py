@@ -58,7 +58,7 @@ def explicit_attention(
         factor: the scores and P are rounded as multiples by this factor, as kernels hold scores as multiples by log2 e.
             Every factor but 1 also has its own order of the products of a score. Above 16 bits it has its own order of
             the keys in P·V and in the sum of P, and of the rows in dv. For 16 bits it has its own `_anchor`,
-            `_products_cut_off` and `_out_in_delta`, and half of the factors round P for dS.
+            `_products_cut_off` and rounding of out in Δ, and half of the factors round P for dS.
         absolute: every term enters with its absolute value, so no sum cancels. P is the true P. A result is 0 only
             where nothing is summed; that of λ only where its gradient is 0 by contract.
         prefix_block: tokens of a block. With absolute, the decay of a score counts as the difference of two prefixes
@@ -163,7 +163,9 @@ def explicit_attention(
         p = _probabilities(scores, saved_lse, visible, absolute).to(q.dtype)
         p_rounded = rounded(p * factor)
         do, dlse = size(grad_out[:, chunk]), size(grad_lse[:, chunk])
-        out = _out_in_delta(out, rounded, factor) if online else rounded(out)
+        # in Δ, factors that round P alike round out differently: else sums over rows would have a single error
+        multiple = factor if online and _kind(factor) > 1 else 1.0
+        out = rounded(out * multiple) / multiple
         delta = minus((do * out).sum(-1), dlse)
         if sink is not None:  # the sink's value is 0, and so is its dP
             p_sink = _of_sink(sink, lse).to(q.dtype)
@@ -284,12 +286,6 @@ def _online_softmax(scores: Tensor, total: Tensor, anchor: Tensor, v: Tensor, ro
     anchor = torch.where(seen, anchor, 0.0)
     p = rounded((scores - anchor[..., None]).exp()).to(v.dtype)
     return p @ v * torch.where(seen, (anchor - total).exp(), 0.0).to(v.dtype)[..., None]
-
-
-def _out_in_delta(out: Tensor, rounded: Callable[[Tensor], Tensor], factor: float) -> Tensor:
-    """out for Δ, rounded differently by factors that round P alike: else sums over rows would have a single error."""
-    multiple = factor if _kind(factor) > 1 else 1.0
-    return rounded(out * multiple) / multiple
 
 
 def _generator(factor: float) -> torch.Generator:
