@@ -350,9 +350,9 @@ class Call:
         """
         width = size.shape[-1] if name in ("out", "dq", "dk", "dv") else 1
         few = self.distance(name, torch.zeros_like(size), (size != 0).double())[0] ** 2 < FEW * width
-        together = (y.masked_fill(~few, 0.0).flatten(1).norm(dim=1)[:, None, None] for y in (norm, budget, total))
         norm, budget, total = (
-            torch.where(few, all_few, y) for all_few, y in zip(together, (norm, budget, total), strict=True)
+            torch.where(few, y.masked_fill(~few, 0.0).flatten(1).norm(dim=1)[:, None, None], y)
+            for y in (norm, budget, total)
         )
         return ((budget >= norm) & (norm > ORACLE_EPS * total) & (norm > least)).all(0)
 
