@@ -132,7 +132,7 @@ class TwoCalls(torch.autograd.Function):
         else:
             added, totals = 0, [None if x is None else x[:, plan.halo :] for x in near_keys]
         if returned is not None:
-            totals = add_returned(plan, returned, totals, near_keys, added, settings.runs_kernels)
+            add_returned(plan, returned, totals, near_keys, added, settings.runs_kernels)
         dk, dv, d_log_decay = totals
         if needs_decay and not per_token:
             d_log_decay = functools.reduce(operator.add, [x.d_log_decay for x in calls])

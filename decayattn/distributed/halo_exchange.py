@@ -51,7 +51,7 @@ def return_gradients(plan: HaloPlan, grads: Parts, kernels: bool) -> tuple[Tenso
 
 def add_returned(
     plan: HaloPlan, returned: tuple[Tensor, Any], totals: Parts, grads: Parts, tokens: int, kernels: bool
-) -> list[Tensor | None]:
+) -> None:
     """Add to the slice's gradients, in place, those of its first tokens on the axis of halo and slice, and the returned
     ones. Sums of more than two terms are at least float32, rank by rank, so that their bits repeat."""
     rows, work = returned
@@ -67,7 +67,6 @@ def add_returned(
     for x, total in zip(own, wide, strict=True):
         if x is not None and total is not None and x is not total:
             x.copy_(total)
-    return list(totals)
 
 
 def _by_kv_head(plan: HaloPlan, parts: Parts) -> list[Tensor | None]:
