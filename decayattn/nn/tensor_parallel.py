@@ -44,18 +44,16 @@ class PartwiseParallel(ParallelStyle):
         for size in self.sizes:
             if size % device_mesh.size():
                 raise ValueError(f"sizes: expected multiples of the {device_mesh.size()} ranks, got {self.sizes}")
-        parts = {name: parameter.detach().split([*self.sizes]) for name, parameter in module.named_parameters()}
         zero_bias = isinstance(module, Linear)
         module.__class__ = PartwiseLinear
         assert isinstance(module, PartwiseLinear)
         module.sizes, module.mesh, module.sum_gradient = self.sizes, device_mesh, self.sum_gradient
         module.zero_bias = zero_bias
-        for name, values in parts.items():
-            requires_grad = module._parameters[name].requires_grad  # type: ignore[union-attr]
+        for name, parameter in [*module.named_parameters()]:
             del module._parameters[name]
-            for index, value in enumerate(values):
+            for index, value in enumerate(parameter.detach().split([*self.sizes])):
                 part = _distribute(value, device_mesh, Shard(0))
-                module.register_parameter(f"{name}_{index}", nn.Parameter(part, requires_grad))
+                module.register_parameter(f"{name}_{index}", nn.Parameter(part, parameter.requires_grad))
         return module
 
 
