@@ -187,16 +187,13 @@ def explicit_attention(
         result["dscale"][:, chunk] = (qi * ds_k).sum(-1)
         distance = i[:, None] - j
         dgamma += (ds * distance.abs()).sum((1, 2), dtype=torch.float64)
-        if keys:
-            # σ is 1 on the diagonal, where both sums hold the same dS
-            signed = ds if causal else torch.where(distance >= 0, ds, -ds)
-            for n in range(len(gates)):
-                of_gate = signed if len(gates) == 1 else signed.masked_fill((distance < 0) == (n == 0), 0.0)
-                dalpha[n] += _rows_on_keys(of_gate, i, minus=True)
-                touching[n] += _rows_on_keys(of_gate.abs(), i) if absolute else 0
+        # σ is 1 on the diagonal, where both sums hold the same dS
+        signed = ds if causal else torch.where(distance >= 0, ds, -ds)
+        for n in range(len(gates)):
+            of_gate = signed if len(gates) == 1 else signed.masked_fill((distance < 0) == (n == 0), 0.0)
+            dalpha[n] += _rows_on_keys(of_gate, i, minus=True)
+            touching[n] += _rows_on_keys(of_gate.abs(), i) if absolute else 0
 
-    if log_decay is not None and log_decay.ndim == 1:
-        result["dlog_decay"] = dgamma
     for n, gate in enumerate(gates):
         # With absolute values the sum is over the pairs that t separates. A pair on one side of t enters twice with
         # opposite signs and leaves its rounding error, which is random: these add in quadrature
@@ -204,8 +201,8 @@ def explicit_attention(
         dalpha[n] = _suffix_sums(dalpha[n], gate) + residue
         if absolute:
             dalpha[n].clamp_(min=FAINTEST).masked_fill_(_has_no_gradient(gate), 0.0)
-    if log_decay is not None and log_decay.ndim > 1:
-        result["dlog_decay"] = dalpha[: len(gates)].movedim(0, -1).reshape(log_decay.shape)
+    if log_decay is not None:
+        result["dlog_decay"] = dalpha[: len(gates)].movedim(0, -1).reshape(log_decay.shape) if gates else dgamma
     return result
 
 
