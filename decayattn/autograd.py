@@ -116,13 +116,13 @@ def forward(
 
 
 def backward(
-    problem: AttentionProblem, inputs: Inputs, backend: BackendName, out: Tensor, saved: Saved, d_out: Tensor,
-    d_lse: Tensor | None, requested: GradientRequest, dq: Tensor | None = None,
+    problem: AttentionProblem, inputs: Inputs, backend: BackendName, out: Tensor, kept: Sequence[Tensor | None],
+    d_out: Tensor, d_lse: Tensor | None, requested: GradientRequest, dq: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of a `forward`. dq: output buffer for that of q; its last dimension is contiguous."""
+    """Gradients of a `forward`. kept: its Saved. dq: output buffer for that of q; its last dimension is contiguous."""
     launcher = registry.resolve(problem, backend, inputs)
     # hooks of saved tensors may return any strides
-    saved = Saved._make([x if x is None else x.contiguous() for x in saved])
+    saved = Saved._make([x if x is None else x.contiguous() for x in kept])
     out = out if out.stride(-1) == 1 else out.contiguous()
     if problem.is_empty:
         gradients = _allocate_gradients(inputs, saved, requested)

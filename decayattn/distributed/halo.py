@@ -27,16 +27,7 @@ from decayattn.distributed.halo_exchange import add_returned, fetch_halo, return
 from decayattn.distributed.halo_plan import HaloPlan, ViewLimits, make_plan, tolerance_share
 from decayattn.distributed.option_check import OptionCheck
 from decayattn.normalize import sequence_spans
-from decayattn.problem import (
-    GRANULE,
-    AttentionProblem,
-    BackendName,
-    GradientRequest,
-    Gradients,
-    Inputs,
-    Precomputed,
-    Saved,
-)
+from decayattn.problem import GRANULE, AttentionProblem, BackendName, GradientRequest, Gradients, Inputs, Precomputed
 
 # Divisors of a slice's length: the near call has one such part of its rows, or all. Only a few numbers, so that
 # launches are mostly cached
@@ -170,8 +161,7 @@ class Call(NamedTuple):
     ) -> Gradients:
         """Gradients of the call. dq: output buffer for that of q."""
         if self.backend != "reference":
-            forward = Saved(*saved)  # type: ignore[arg-type]  # None without a sink
-            return autograd.backward(self.problem, self.inputs, self.backend, out, forward, d_out, d_lse, request, dq)
+            return autograd.backward(self.problem, self.inputs, self.backend, out, saved, d_out, d_lse, request, dq)
         with torch.enable_grad():  # through another forward
             leaves = {
                 name: x.detach().requires_grad_(x.is_floating_point())
