@@ -13,16 +13,12 @@ import torch
 from torch import Tensor
 
 from decayattn.functional import decay_attention, decay_attention_varlen
-from decayattn.problem import AttentionProblem, BackendName
+from decayattn.problem import DECAY_BLOCK, AttentionProblem, BackendName
 from decayattn.testing import formulas
 from decayattn.testing.formulas import explicit_attention
 
 Verdict = Literal["ok", "wrong", "cannot tell"]
 
-# For 16-bit inputs the prefix of the decay inside a block of tokens is in float32. Its rounding enters the scores, to
-# which it is added, the LSE, and the probability of a sink, which comes from the LSE. For float64 inputs it is in
-# float64
-PREFIX_BLOCK = 128
 # the oracle's own rounding relative to A, for scores up to thousands
 ORACLE_EPS = 2.0**-40
 # Rows or tokens of a head: all values of a smaller head are below a tenth of their size in more than 1 of 10,000 cases
@@ -278,8 +274,11 @@ class Call:
 
     @property
     def prefix_block(self) -> int:
-        """Tokens of a block in which one number in the accumulator's dtype holds the prefix; float32 uses two: 0."""
-        return 0 if self.problem.dtype == torch.float32 else PREFIX_BLOCK
+        """Tokens of a block in which one number in the accumulator's dtype holds the prefix; float32 uses two: 0.
+
+        Its rounding enters the scores, the LSE, and the probability of a sink, which comes from the LSE.
+        """
+        return 0 if self.problem.dtype == torch.float32 else DECAY_BLOCK
 
     def dtype_of(self, name: str) -> torch.dtype:
         if name == "lse":
