@@ -381,7 +381,6 @@ def _decay_by_columns(log_decay: Tensor, i: Tensor, j: Tensor, block: int) -> tu
         of_keys, of_blocks = (torch.where(i[:, None] >= j, *sides) for sides in zip(left[:2], right[:2], strict=True))
         return of_keys, of_blocks, left[2]
     rates = _finite(log_decay.double())
-    position = i
     if rates.ndim == 1:
         alpha, rows_alpha = rates[:, None] * j, rates[:, None] * i
         base, rows_base = (rates[:, None] * (x.div(block, rounding_mode="floor") * block) for x in (j, i))
