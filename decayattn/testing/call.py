@@ -190,11 +190,10 @@ class Call:
             "out": (rows, problem.value_dim), "lse": (rows,), "dq": (rows, problem.head_dim),
             "dk": (keys, problem.head_dim), "dv": (keys, problem.value_dim),
         }
-        broadcast = {f"d{name}": x for name, x in list(given.items())[3:] if isinstance(x, Tensor)}
+        others = {f"d{name}": x for name, x in [*given.items()][3:] if isinstance(x, Tensor) and x.is_floating_point()}
         optional = {"dscale": (rows,), "dbias": (rows, keys), "dsink": ()}
-        for name, x in broadcast.items():
-            if x.is_floating_point():
-                shapes[name] = optional[name] if name in optional else (keys, *x.shape[3:]) if x.ndim > 2 else ()
+        for name, x in others.items():
+            shapes[name] = optional[name] if name in optional else (keys, *x.shape[3:]) if x.ndim > 2 else ()
         total = {
             name: given["q"].new_zeros(
                 problem.batch, problem.num_kv_heads if name in ("dk", "dv") else problem.num_heads, *shape, dtype=dtype
@@ -203,10 +202,8 @@ class Call:
         for bounds, some in self.groups():
             part = evaluate(**self.heads(bounds, some, dtype))
             b, h = some.unbind(1)
-            for name, result in total.items():
-                if name not in part:  # dlog_decay without rows or without tokens
-                    continue
-                at = (b, h // group if name in ("dk", "dv") else h)
+            for name in total.keys() & part:  # no dlog_decay without rows or without tokens
+                result, at = total[name], (b, h // group if name in ("dk", "dv") else h)
                 if name == "dbias":
                     result = result[:, :, bounds.rows, bounds.tokens]
                 elif result.ndim > 2:
@@ -215,8 +212,8 @@ class Call:
         for name, x in total.items():
             if name not in ("lse", "dbias"):
                 x = x[:, None] if x.ndim == 2 else x.transpose(1, 2)
-            if name in broadcast:
-                leaf = broadcast[name]
+            if name in others:
+                leaf = others[name]
                 x = x.sum_to_size((1,) * (x.ndim - leaf.ndim) + leaf.shape).reshape(leaf.shape)
             total[name] = x
         return total
