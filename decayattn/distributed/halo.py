@@ -163,13 +163,12 @@ class Call(NamedTuple):
         if self.backend != "reference":
             return autograd.backward(self.problem, self.inputs, self.backend, out, saved, d_out, d_lse, request, dq)
         with torch.enable_grad():  # through another forward
-            leaves = {
-                name: x.detach().requires_grad_(x.is_floating_point())
-                for name, x in self.inputs._asdict().items() if isinstance(x, Tensor)
+            leaves: dict[str, Any] = {
+                name: x.detach().requires_grad_()
+                for name, x in self.inputs._asdict().items() if isinstance(x, Tensor) and x.is_floating_point()
             }
-            out, lse = reference.attention(self.problem, Inputs(**leaves, scale=self.inputs.scale))
+            out, lse = reference.attention(self.problem, self.inputs._replace(**leaves))
             outputs, grads = ([out], [d_out]) if d_lse is None else ([out, lse], [d_out, d_lse])
-            leaves = {name: x for name, x in leaves.items() if x.requires_grad}  # not bounds
             found = dict(zip(leaves, torch.autograd.grad(outputs, [*leaves.values()], grads), strict=True))
         dq.copy_(found["q"])
         others = found.get("log_decay"), found.get("row_scale"), None, found.get("sink")
