@@ -39,12 +39,11 @@ def attention(
             q.squeeze(0), k.squeeze(0), v.squeeze(0), cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
             max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, **options,
         )
-        result = result[None] if isinstance(result, Tensor) else (result[0][None], result[1][None])
-    if isinstance(result, Tensor):
-        return HeadsToRows.apply(slices, kv_heads, result)[0]
-    out, lse = result
-    out, lse = HeadsToRows.apply(slices, kv_heads, out, lse.transpose(1, 2)[..., None])
-    return out, lse.squeeze(-1).transpose(1, 2)
+    out, *lse = result if isinstance(result, tuple) else (result,)
+    if cu_seqlens is not None:
+        out, lse = out[None], [x[None] for x in lse]
+    out, *lse = HeadsToRows.apply(slices, kv_heads, out, *(x.transpose(1, 2)[..., None] for x in lse))
+    return (out, lse[0].squeeze(-1).transpose(1, 2)) if lse else out
 
 
 class RowsToHeads(torch.autograd.Function):
