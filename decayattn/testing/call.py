@@ -142,21 +142,19 @@ class Call:
         q, k, v, log_decay, scale, bias, sink = self.inputs
         rows, tokens = bounds.rows, bounds.tokens
         b, h = pairs.unbind(1)
-        g = h // (self.problem.num_heads // self.problem.num_kv_heads)
-        if isinstance(log_decay, Tensor):
-            heads = self.problem.num_heads
-            per_token = log_decay.ndim > 2
-            whole = (len(q), -1, heads, *log_decay.shape[3:]) if per_token else (heads,)
-            log_decay = log_decay.expand(whole)[(b, tokens, h) if per_token else h]
+        heads = self.problem.num_heads
+        g = h // (heads // self.problem.num_kv_heads)
+        if isinstance(log_decay, Tensor) and log_decay.ndim > 2:
+            log_decay = log_decay.expand(len(q), -1, heads, *log_decay.shape[3:])[b, tokens, h]
         elif log_decay is not None:
-            log_decay = torch.full(h.shape, log_decay, dtype=torch.float64, device=q.device)
+            log_decay = torch.as_tensor(log_decay, dtype=torch.float64, device=q.device).expand(heads)[h]
         if isinstance(scale, Tensor):
             scale = scale.expand(q.shape[:3])[b, rows, h].to(dtype)
         else:
             number = q.shape[-1] ** -0.5 if scale is None else scale
             scale = torch.full(h.shape, number, dtype=dtype, device=q.device)
         if bias is not None:
-            bias = bias.expand(len(q), self.problem.num_heads, q.shape[1], k.shape[1])[b, h, rows, tokens]
+            bias = bias.expand(len(q), heads, q.shape[1], k.shape[1])[b, h, rows, tokens]
             bias = bias if bias.dtype == torch.bool else bias.to(dtype)
         q = q[b, rows, h].to(dtype)
         if rows.start == rows.stop or tokens.start == tokens.stop:
