@@ -26,21 +26,10 @@ def fetch_halo(plan: HaloPlan, parts: Parts, tokens: int, kernels: bool, check: 
 
     kernels: True to move rows by a Triton kernel, False by PyTorch's operators, with the same bits.
     """
-    own = _by_kv_head(plan, parts)
-    rows = _packed(own, plan.sent, kernels)
+    rows = _packed(_by_kv_head(plan, parts), plan.sent, kernels)
     check.compare()
     received, _ = all_to_all(rows, plan.sent.counts, plan.fetched.counts, plan.slices.group)
-    if not plan.halo:
-        return [None if x is None else x[:, :tokens] for x in parts]
-    result = [None if x is None else pad(x[:, :tokens], (0, 0, 0, 0, plan.halo, 0)) for x in own]
-    _move("write", result, unpack(received, own), plan.fetched.runs, (0, len(received)), kernels)
-    if (log_decay := result[2]) is not None:
-        # no row sees past a head's first key; λ of the first token of all has no part in any score
-        first = plan.begins[plan.slices.rank] - (plan.slices.begin - plan.halo)  # on the axis of halo and slice
-        first = first.view(-1, 1, plan.kv_heads, 1)
-        log_decay.scatter_(1, first.expand(-1, -1, -1, log_decay.shape[3]), -torch.inf)
-        result[2] = log_decay.flatten(2)
-    return result
+    return _extend(plan, received, parts, tokens, kernels)
 
 
 def return_gradients(plan: HaloPlan, grads: Parts, kernels: bool) -> tuple[Tensor, Any]:
@@ -67,6 +56,26 @@ def add_returned(
     for x, total in zip(own, wide, strict=True):
         if x is not None and total is not None and x is not total:
             x.copy_(total)
+
+
+def _extend(plan: HaloPlan, rows: Tensor, parts: Parts, tokens: int, kernels: bool) -> list[Tensor | None]:
+    """Halo and first tokens of the slice, for each part. Rows that a head has not fetched are 0."""
+    if not plan.halo:
+        return [None if x is None else x[:, :tokens] for x in parts]
+    own = _by_kv_head(plan, parts)
+    result = [None if x is None else pad(x[:, :tokens], (0, 0, 0, 0, plan.halo, 0)) for x in own]
+    _move("write", result, unpack(rows, own), plan.fetched.runs, (0, len(rows)), kernels)
+    if (log_decay := result[2]) is not None:
+        # no row sees past a head's first key; λ of the first token of all has no part in any score
+        first = first_keys(plan).view(-1, 1, plan.kv_heads, 1)
+        log_decay.scatter_(1, first.expand(-1, -1, -1, log_decay.shape[3]), -torch.inf)
+        result[2] = log_decay.flatten(2)
+    return result
+
+
+def first_keys(plan: HaloPlan) -> Tensor:
+    """First key of every batch entry and key head on the axis of halo and slice."""
+    return plan.begins[plan.slices.rank] - (plan.slices.begin - plan.halo)
 
 
 def _by_kv_head(plan: HaloPlan, parts: Parts) -> list[Tensor | None]:
