@@ -217,6 +217,17 @@ def test_another_way_to_launch_is_left_to_triton(run, log, kernel, monkeypatch):
     assert [entry[0] for entry in log] == ["asked", "launched"] * 2
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted on a GPU")
+def test_interpreter_next_to_a_hopper_gpu(interpreter, monkeypatch):
+    """It takes the GPU's target for its own, and has no inline assembly."""
+    target = GPUTarget("cuda", 90, 32)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: target))
+    q = torch.randn(1, 600, 1, 16)
+    rates = torch.tensor([-0.1])
+    expected = decay_attention(q, q, q, rates, backend="reference")
+    torch.testing.assert_close(decay_attention(q, q, q, rates, backend="triton"), expected)
+
+
 def test_misaligned_tensors_and_cpus_are_not_remembered():
     x, misaligned = torch.zeros(8), torch.zeros(17)[1:]
     assert launching.of_call(GPU, (x, misaligned)) is launching.uncached
