@@ -219,7 +219,7 @@ def test_another_way_to_launch_is_left_to_triton(run, log, kernel, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted on a GPU")
 def test_interpreter_next_to_a_hopper_gpu(interpreter, monkeypatch):
-    """It takes the GPU's target for its own, and has no inline assembly."""
+    """The interpreter takes the GPU's target for its own, and cannot run inline assembly."""
     target = GPUTarget("cuda", 90, 32)
     monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: target))
     q = torch.randn(1, 600, 1, 16)
