@@ -180,12 +180,15 @@ def wrapped(text: str) -> list[str]:
 SPEED_FILE = "benchmark_sustained.json"
 # tables of their own: file, title, causal
 MORE_SPEEDS = (
+    ("benchmark_sustained_triton39.json", "With Triton 3.9 and ptxas 12.9", True),
+    ("benchmark_sustained_ptxas134.json", "With Triton 3.9 and ptxas 13.4", True),
     ("benchmark_sustained_triton36.json", "With Triton 3.6", True),
-    ("benchmark_sustained_not_causal.json", "Not causal", False),
-    ("benchmark_sustained_wide.json", "More than 128 columns (D, or D/D_v)", True),
-    ("benchmark_sustained_scales.json", "A scale per row of ours, and its gradient", True),
+    ("benchmark_sustained_not_causal.json", "Not causal, with Triton 3.8", False),
+    ("benchmark_sustained_logits.json", "Logits with a standard deviation of 16, with Triton 3.8", True),
+    ("benchmark_sustained_fla.json", "fla's kernels for Hopper, with Triton 3.8", True),
+    ("benchmark_sustained_wide.json", "More than 128 columns (D, or D/D_v), with Triton 3.6", True),
+    ("benchmark_sustained_scales.json", "A scale per row of ours, and its gradient, with Triton 3.6", True),
     ("benchmark_sustained_scales_256.json", "The same with 256 columns", True),
-    ("benchmark_sustained_logits.json", "Logits with a standard deviation of 16", True),
 )
 _OURS = {"ours": "decayattn", "triton": "decayattn's Triton kernels"}
 _DECAYS = {"": "decay and its gradient", ", no decay": "no decay", ", constant": "a constant per head and its gradient"}
@@ -675,7 +678,7 @@ def speed(results: Results, report: Report, trained: Report, skipped: Report) ->
         "Cells are head dimension 64 / 128; in the last row, forward / backward at 128. Attention has its decay and "
         "the gradient, 16 heads, mean λ −0.01, and visits every key except in the last row. Training: 124 M "
         f"parameters, {trained['setup']['tokens']:,} tokens per step, eager, half-lives from 4 to 1,024 tokens. "
-        f"{where(report)}; training and skipping: Triton {trained['triton']} ({links})."
+        f"{where(report)}; training: Triton {trained['triton']}; skipping: {skipped['triton']} ({links})."
     )]
 
 
