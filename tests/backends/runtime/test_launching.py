@@ -186,6 +186,13 @@ def test_ptxas_for_hopper(log, kernel, kernel_of_anything, monkeypatch, tmp_path
     assert version(launching.uncached(kernel, 1, x, 7, WIDTH=16, MODE="a")) == (others if path is None else 88)
     assert version(kernel_of_anything[(1,)](x, 7.0, enable_fp_fusion=True)) == others
     assert choice.version in compiler.get_ptxas_version(90)
+    if path is not None:
+        launching.faster_ptxas.cache_clear()
+        monkeypatch.setattr(compatibility, "unused", {})
+        monkeypatch.setenv("TRITON_PTXAS_PATH", choice.path)
+        assert launching.faster_ptxas() is None
+        assert compatibility.fallbacks() == ["ptxas 12.9 is missing: 13.4 makes a forward up to 5 % slower"]
+        launching.faster_ptxas.cache_clear()
 
 
 def test_cleared_caches_and_freed_kernels(log, kernel):
