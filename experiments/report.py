@@ -180,15 +180,15 @@ def wrapped(text: str) -> list[str]:
 SPEED_FILE = "benchmark_sustained.json"
 # tables of their own: file, title, causal
 MORE_SPEEDS = (
-    ("benchmark_sustained_triton39.json", "With Triton 3.9 and ptxas 12.9", True),
-    ("benchmark_sustained_ptxas134.json", "With Triton 3.9 and ptxas 13.4", True),
-    ("benchmark_sustained_triton36.json", "With Triton 3.6", True),
-    ("benchmark_sustained_not_causal.json", "Not causal, with Triton 3.8", False),
-    ("benchmark_sustained_logits.json", "Logits with a standard deviation of 16, with Triton 3.8", True),
-    ("benchmark_sustained_fla.json", "fla's kernels for Hopper, with Triton 3.8", True),
-    ("benchmark_sustained_wide.json", "More than 128 columns (D, or D/D_v), with Triton 3.6", True),
-    ("benchmark_sustained_scales.json", "A scale per row of ours, and its gradient, with Triton 3.6", True),
+    ("benchmark_sustained_triton39.json", "Assembled by ptxas 12.9", True),
+    ("benchmark_sustained_ptxas134.json", "Assembled by ptxas 13.4", True),
+    ("benchmark_sustained_triton36.json", "The same shapes", True),
+    ("benchmark_sustained_not_causal.json", "Not causal", False),
+    ("benchmark_sustained_wide.json", "More than 128 columns (D, or D/D_v)", True),
+    ("benchmark_sustained_scales.json", "A scale per row of ours, and its gradient", True),
     ("benchmark_sustained_scales_256.json", "The same with 256 columns", True),
+    ("benchmark_sustained_logits.json", "Logits with a standard deviation of 16", True),
+    ("benchmark_sustained_fla.json", "fla's kernels for Hopper", True),
 )
 _OURS = {"ours": "decayattn", "triton": "decayattn's Triton kernels"}
 _DECAYS = {"": "decay and its gradient", ", no decay": "no decay", ", constant": "a constant per head and its gradient"}
@@ -244,7 +244,8 @@ def attention(results: Results, report: Report) -> list[str]:
     lines = [*speed_table(speeds(report)), "", said]
     for name, title, causal in MORE_SPEEDS:
         more = results.load(name)
-        lines += ["", f"{title} ({results.link(name)}):", "", *speed_table(speeds(more, causal))]
+        said = f"{title}, Triton {more['triton']} ({results.link(name)}):"
+        lines += ["", said, "", *speed_table(speeds(more, causal))]
     return lines
 
 

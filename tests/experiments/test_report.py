@@ -114,7 +114,7 @@ def test_speed_tables_have_kernels_and_shapes(results):
     assert rows["decayattn's Triton kernels, a constant per head and its gradient"] == "0.75 / 0.75 | 0.75 / 0.75"
     assert rows["cuDNN (PyTorch SDPA), no decay, TFLOP/s"] == "400 / 400 | 400 / 400"
     for name, title, _ in report.MORE_SPEEDS:
-        at = lines.index(f"{title} ([JSON](results/{name})):")
+        at = lines.index(f"{title}, Triton {ORIGIN['triton']} ([JSON](results/{name})):")
         assert lines[at + 2].startswith("| forward / backward, H16 |")
 
 
