@@ -158,7 +158,8 @@ def _check_rates(model: PreTrainedModel, _: tuple, given: dict[str, Any]) -> Non
     if is_plain or getattr(config, "log_decay", None) is None or any(isinstance(m, Spared) for m in model.modules()):
         return
     # with a cache, every query would be at the last key; an encoder alone has the configuration of the whole model
-    if may_cross and (states is not None or _CROSS_ATTENTION.search(" ".join(dict(model.named_modules())))):
+    attends = states is not None and getattr(config, "is_decoder", False)
+    if may_cross and (attends or _CROSS_ATTENTION.search(" ".join(dict(model.named_modules())))):
         raise ValueError(f"log_decay: expected a model without cross-attention, got {type(model).__name__}")
     parts = [m.config for m in model.modules() if "Attention" in type(m).__name__ and hasattr(m, "config")]
     parts = [part for part in parts if getattr(part, "log_decay", None) is not None]

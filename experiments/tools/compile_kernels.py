@@ -361,7 +361,7 @@ def _assembled(ptx: str, capability: int) -> str:
         options = ["-v", f"--gpu-name={sm_arch_from_capability(capability)}", "-o", "/dev/null"]
         options += ["--regAllocOptLevel=2"] * (tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
         faster = launching.faster_ptxas() if capability == 90 else None
-        command = [faster or get_ptxas(capability).path, *options, str(source)]
+        command = [(faster or get_ptxas(capability)).path, *options, str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout + done.stderr
 

@@ -14,6 +14,7 @@ set, every launch goes through Triton.
 import contextlib
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -31,10 +32,10 @@ Launch = Callable[..., None]
 # compile every kernel with this, whatever the default: Triton 3.10 is to stop fusing a·b + c into one rounding
 _COMPILER_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
 _HOPPER = 90
-# Triton 3.9 takes the first ptxas for Hopper. By the second, which it has too, forwards are up to 5 % faster, without
-# spills. _PTX: the version of its input, which is in the keys of Triton's cache, too
+# The ptxas that Triton 3.9 takes for Hopper, and another that it has. By the latter a forward is up to 6 % faster: it
+# hardly spills. _PTX: the version of its input, which is in the keys of Triton's cache, too
 _SLOW_PTXAS, _FASTER_PTXAS, _PTX = "13.4", "12.9", {"ptx_version": 88}
-_assembling = threading.RLock()  # Triton's choice of a ptxas is one for all threads
+_of_thread = threading.local()  # .ptxas: what assembles the kernel that the thread compiles; None: Triton's choice
 # kernels are specialised for pointers, and for integers, that are multiples of this
 _ALIGNMENT = 16
 # The launch in JITFunction.run that DirectLaunch repeats. If it reads differently, Triton makes all launches
@@ -103,31 +104,31 @@ check_launches(triton.runtime.JITFunction.run)
 
 
 @functools.cache
-def faster_ptxas() -> str | None:
-    """Path of a ptxas that makes faster kernels for Hopper than the one of Triton's choice; None: Triton chooses."""
-    tools = triton.knobs.nvidia
-    with contextlib.suppress(RuntimeError):  # a tool is missing
-        if tools.ptxas_blackwell.version != _SLOW_PTXAS:
-            return None
-        # Triton asks for the version once, for the keys of all kernels: let it find its choice
-        triton.backends.nvidia.compiler.get_ptxas_version(_HOPPER)
-        if tools.ptxas.version == _FASTER_PTXAS:
-            return tools.ptxas.path
-    compatibility.unused[f"ptxas {_FASTER_PTXAS}"] = f"is missing: {_SLOW_PTXAS} makes a forward up to 5 % slower"
+def faster_ptxas() -> Any:
+    """A ptxas (.path, .version) that makes faster kernels for Hopper than Triton's choice; None: Triton chooses."""
+    compiler = triton.backends.nvidia.compiler
+    choose = getattr(compiler, "get_ptxas", None)
+    if "TRITON_PTXAS_BLACKWELL_PATH" in os.environ or not choose or choose(_HOPPER).version != _SLOW_PTXAS:
+        return None
+    with contextlib.suppress(RuntimeError):  # there is no other
+        if (other := triton.knobs.nvidia.ptxas).version == _FASTER_PTXAS:
+            # Triton asks for the version once, for the keys of all kernels: let it find its choice
+            compiler.get_ptxas_version(_HOPPER)
+            compiler.get_ptxas = lambda arch: getattr(_of_thread, "ptxas", None) or choose(arch)
+            return other
+    compatibility.unused[f"ptxas {_FASTER_PTXAS}"] = f"was not found: {_SLOW_PTXAS} makes a forward up to 6 % slower"
     return None
 
 
 def uncached(kernel: JITFunction, programs: int, *args: Any, **constants: Any) -> Any:
     """Launch through Triton. Return the compiled kernel, or None from the interpreter, which compiles nothing."""
-    options = _COMPILER_OPTIONS
-    with contextlib.ExitStack() as stack:
-        of_hopper = isinstance(kernel, JITFunction) and driver.active.get_current_target().arch == _HOPPER
-        if of_hopper and (path := faster_ptxas()) is not None:
-            stack.enter_context(_assembling)
-            stack.enter_context(triton.knobs.nvidia.scope())
-            triton.knobs.nvidia.ptxas_blackwell = path
-            options = options | _PTX
+    of_hopper = isinstance(kernel, JITFunction) and driver.active.get_current_target().arch == _HOPPER
+    _of_thread.ptxas = faster_ptxas() if of_hopper else None
+    options = _COMPILER_OPTIONS | _PTX if _of_thread.ptxas else _COMPILER_OPTIONS
+    try:
         compiled = kernel[(programs,)](*args, **constants, **options)
+    finally:
+        _of_thread.ptxas = None
     if compiled is not None:
         _held[id(compiled)] = compiled
     return compiled
