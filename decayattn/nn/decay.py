@@ -300,7 +300,7 @@ class ConstantDecay(Decay):
     def _values(self, part: Callable[[Tensor], Tensor]) -> Tensor:
         if not self.learned:
             return part(self._wide("log_decay"))
-        # exp overflows float32 above 88.7, where its gradient would be NaN; such a decay is a reset
+        # exp overflows float32 above 88.7, where its gradient would be NaN; −exp(88) is a reset, too
         return part(self._wide("sign")) * part(self._wide("log_rate")).clamp(max=88.0).exp()
 
 

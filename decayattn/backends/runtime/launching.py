@@ -105,7 +105,10 @@ check_launches(triton.runtime.JITFunction.run)
 
 @functools.cache
 def faster_ptxas() -> Any:
-    """A ptxas (.path, .version) that makes faster kernels for Hopper than Triton's choice; None: Triton chooses."""
+    """A ptxas (.path, .version) that makes faster kernels for Hopper than Triton's choice; None: Triton chooses.
+
+    If there is one, Triton's get_ptxas returns it from now on to threads in `uncached`, and its own choice to others.
+    """
     compiler = triton.backends.nvidia.compiler
     choose = getattr(compiler, "get_ptxas", None)
     if "TRITON_PTXAS_BLACKWELL_PATH" in os.environ or not choose or choose(_HOPPER).version != _SLOW_PTXAS:
