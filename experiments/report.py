@@ -180,13 +180,9 @@ def wrapped(text: str) -> list[str]:
 SPEED_FILE = "benchmark_sustained.json"
 # tables of their own: file, title, causal
 MORE_SPEEDS = (
-    ("benchmark_sustained_triton39.json", "Assembled by ptxas 12.9", True),
-    ("benchmark_sustained_ptxas134.json", "Assembled by ptxas 13.4", True),
-    ("benchmark_sustained_triton36.json", "The same shapes", True),
     ("benchmark_sustained_not_causal.json", "Not causal", False),
     ("benchmark_sustained_wide.json", "More than 128 columns (D, or D/D_v)", True),
     ("benchmark_sustained_scales.json", "A scale per row of ours, and its gradient", True),
-    ("benchmark_sustained_scales_256.json", "The same with 256 columns", True),
     ("benchmark_sustained_logits.json", "Logits with a standard deviation of 16", True),
     ("benchmark_sustained_fla.json", "fla's kernels for Hopper", True),
 )
