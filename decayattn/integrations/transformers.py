@@ -656,6 +656,8 @@ def _get_decay_parameter_names(self: Trainer, model: nn.Module) -> list[str]:
 transformers.AutoConfig.register(DecayConfig.model_type, DecayConfig, exist_ok=True)
 transformers.AutoModel.register(DecayConfig, DecayModel, exist_ok=True)
 transformers.AutoModelForCausalLM.register(DecayConfig, DecayForCausalLM, exist_ok=True)
+# Trainer shifts the labels for its label smoothing only if the model is listed here
+transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[DecayConfig.model_type] = "DecayForCausalLM"
 transformers.AutoModelForSequenceClassification.register(DecayConfig, DecayForSequenceClassification, exist_ok=True)
 transformers.AutoModelForTokenClassification.register(DecayConfig, DecayForTokenClassification, exist_ok=True)
 Trainer.get_decay_parameter_names = _get_decay_parameter_names

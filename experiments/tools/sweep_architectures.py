@@ -88,7 +88,8 @@ def architectures() -> list[str]:
     tables = [getattr(modeling_auto, f"MODEL_FOR_{head}_MAPPING_NAMES") for head in HEADS]
     with_head = {kind for table in tables for kind in table}
     bare = {kind: names for kind, names in modeling_auto.MODEL_MAPPING_NAMES.items() if kind not in with_head}
-    found = (names for table in (*tables, bare) for names in table.values())
+    # the model of decayattn itself is listed once its integration is imported
+    found = (names for table in (*tables, bare) for kind, names in table.items() if kind != NAME)
     return sorted({names if isinstance(names, str) else names[0] for names in found})
 
 

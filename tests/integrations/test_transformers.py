@@ -678,6 +678,15 @@ def test_trainer_spares_decays_sinks_and_scales(make, tmp_path):
     assert len(groups[0.0]) + len(groups[0.1]) == len(list(model.parameters()))
 
 
+def test_label_smoothing_shifts_the_labels(tmp_path):
+    """Trainer shifts them by the name of the model's class; without a shift, a model learns to copy its input."""
+    model, ids = build("scalar", dtype=torch.float32), random_ids()
+    options = dict(label_smoothing_factor=1e-9, report_to=[], use_cpu=True)
+    trainer = transformers.Trainer(model, transformers.TrainingArguments(str(tmp_path), **options))
+    found = trainer.compute_loss(model, dict(input_ids=ids, labels=ids))
+    torch.testing.assert_close(found, model(ids, labels=ids).loss)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("what", ["Sequence", "Token"])
 def test_classifiers_learn_from_padded_batches(what, side, tmp_path):
