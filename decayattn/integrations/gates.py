@@ -175,11 +175,11 @@ def _check_rates(model: PreTrainedModel, _: tuple, given: dict[str, Any]) -> Non
 
 def guard_rates(model: PreTrainedModel) -> None:
     """Add that hook to a model of transformers with config.log_decay; others may read it themselves."""
-    if (
-        getattr(model.config, "log_decay", None) is not None
-        and any(kind.__module__.startswith("transformers.models.") for kind in type(model).__mro__)
-        and _check_rates not in model._forward_pre_hooks.values()
-    ):
+    rates = getattr(model.config, "log_decay", None)
+    if rates is None or not any(kind.__module__.startswith("transformers.models.") for kind in type(model).__mro__):
+        return
+    model.config.log_decay = check_log_decays("config.log_decay", rates, False)  # a tensor has no JSON
+    if _check_rates not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_check_rates, with_kwargs=True)
 
 

@@ -247,6 +247,17 @@ def test_fixed_rates_refuse_other_attention():
         later(tokens())
 
 
+def test_fixed_rates_in_a_tensor_are_saved(tmp_path):
+    """JSON has no tensors, and the rates of a model are checked when it is built."""
+    model = build(log_decay=torch.tensor(alibi_log_decay(4)))
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="decayattn")
+    model.set_attn_implementation("decayattn")
+    torch.testing.assert_close(loaded(tokens()).logits, model(tokens()).logits)
+    with pytest.raises(ValueError, match=r"config.log_decay: expected finite log-decays, got \[nan"):
+        build(log_decay=[math.nan] * 4)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_fixed_rates_of_an_encoder_ignore_padding(side):
     sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
