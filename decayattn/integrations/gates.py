@@ -131,8 +131,12 @@ class _CarryingCache:
         self._module._carried = heads, width
         channels = self._log_decay.unflatten(2, (heads, -1)).transpose(1, 2).contiguous().view(key_states.dtype)
         missing = -channels.shape[-1] % (16 // key_states.dtype.itemsize)  # to 16 bytes, for TMA and vector loads
-        padding = key_states.new_zeros(*key_states.shape[:3], missing)
-        return self._cache.update(torch.cat([key_states, channels, padding], -1), value_states, *args, **kwargs)
+        keys = torch.cat([key_states, channels, key_states.new_zeros(*key_states.shape[:3], missing)], -1)
+        for layer in self._cache.layers[self._module.layer_idx :][:1]:
+            held = getattr(layer, "keys", None)
+            if held is not None and held.numel() and held.shape[-1] != keys.shape[-1]:
+                raise ValueError(f"cache: expected keys with a decay, got others, as of a prefix; {_USE_NO_CACHE}")
+        return self._cache.update(keys, value_states, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)

@@ -223,6 +223,11 @@ def test_gate_refuses_quantised_caches_and_other_attention():
     model, cache = gated(), transformers.cache_utils.Cache(layers=[QuantizedLayer(), QuantizedLayer()])
     with torch.no_grad(), pytest.raises(ValueError, match="cache: expected one that keeps the bits of keys"):
         model(tokens(), past_key_values=cache, use_cache=True)
+    prefix = transformers.DynamicCache(config=model.config)
+    for layer in range(2):
+        prefix.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), layer)
+    with torch.no_grad(), pytest.raises(ValueError, match="cache: expected keys with a decay, got others"):
+        model(tokens(), past_key_values=prefix)
     model.set_attn_implementation("eager")
     with pytest.raises(RuntimeError, match="attn_implementation: expected 'decayattn'"):
         model(tokens())
