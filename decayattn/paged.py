@@ -65,7 +65,7 @@ def decay_attention_paged(
         k, v: (B, T, H_kv, D) and (B, T, H_kv, D_v), the new tokens.
         alpha_pages: (pages, P, H) float64, α of a decay per token. Calls with k write it; all calls read it.
         first: (B, H) int32, the first token that a head still sees. It holds for every row of a call without k.
-            Required with a log_decay per token, because resets move it; otherwise the default is 0.
+            Required with alpha_pages, because resets move it; otherwise the default is 0.
         scale, window_size, sink, backend: as in decay_attention; a scale per row is (B, T, H). "hopper" has no kernels
             for paged caches.
         max_seqlen: upper bound on the lengths, new tokens included; sizes the launch. Default: the tokens that an entry
@@ -140,17 +140,17 @@ def _check_decay(
     q: Tensor, k_pages: Tensor, k: Tensor | None, per_token: Tensor | None, rates: Tensor | None,
     alpha_pages: Tensor | None, first: Tensor | None,
 ) -> None:
-    if per_token is not None:
-        if k is None:
-            raise ValueError("log_decay: expected (H,) without k; for tokens already in the pages, pass alpha_pages")
-        for name, x, stored in (("alpha_pages", alpha_pages, "running sum"), ("first", first, "resets")):
-            if x is None:
-                raise ValueError(f"{name}: expected a tensor with a log_decay per token, to store its {stored}")
+    if per_token is not None and k is None:
+        raise ValueError("log_decay: expected (H,) without k; for tokens already in the pages, pass alpha_pages")
+    if per_token is not None and alpha_pages is None:
+        raise ValueError("alpha_pages: expected a tensor with a log_decay per token, to store its running sum")
     if alpha_pages is not None:
         if rates is not None:
             raise ValueError("alpha_pages: expected None with a constant log_decay")
         if k is not None and per_token is None:
             raise ValueError("log_decay: expected one per new token, (B, T, H), with k and alpha_pages")
+        if first is None:
+            raise ValueError("first: expected a tensor with a log_decay per token, to store its resets")
         _check("alpha_pages", alpha_pages, q, torch.float64, "(pages, P, H)", (*k_pages.shape[:2], q.shape[2]))
     if first is not None:
         _check("first", first, q, torch.int32, "contiguous (B, H)", (len(q), q.shape[2]))
