@@ -88,8 +88,8 @@ def decay_attention_paged(
     )
     inputs, per_token, left = normalize.decoding(q, new_k, new_v, log_decay, scale, window_size, sink)
     check_bool("return_lse", return_lse)
-    if max_seqlen is not None:
-        max_seqlen = check_count("max_seqlen", max_seqlen)
+    most = block_table.shape[1] * k_pages.shape[1]
+    longest = most + q.shape[1] if max_seqlen is None else check_count("max_seqlen", max_seqlen)
     for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
         if new is not None:
             shape = (*q.shape[:2], *pages.shape[2:])
@@ -104,8 +104,6 @@ def decay_attention_paged(
         lengths = lengths + tokens
     else:
         seen = None if first is None else first[..., None].expand(-1, -1, tokens)
-    most = block_table.shape[1] * k_pages.shape[1]
-    longest = most + tokens if max_seqlen is None else max_seqlen
     # with T = 1, rows are counted from the last token with a page; with T > 1 some tokens may lie beyond it
     beyond = None if tokens < 2 or longest <= most else (lengths - most).clamp(0, tokens)
     if beyond is not None:
