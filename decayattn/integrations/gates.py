@@ -8,6 +8,7 @@ with the keys. Caches that change the bits of keys cannot; a quantised cache rai
 import copy
 import functools
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -36,10 +37,11 @@ def add_decay(
     change. With the default half-lives the model starts close to its own logits: after 1,000 tokens the decay alone has
     changed a weight by less than 1 %. Each layer has the decay as a module, `self_attn.decay` in Llama, in float32. The
     attention becomes attn_implementation="decayattn"; a forward with another one raises. Generation works with every
-    cache except quantised ones. With a cache, a "scalar" decay raises in layers that cache latents (MLA) or attend to
-    the keys of other layers. Layers with two attentions raise in the first forward. Trainer gives the decays no weight
-    decay; for PEFT, name them in modules_to_save=["decay"]. The configuration records the decay as `added_decay`, so a
-    program that imports decayattn.integrations.transformers can save and load the model.
+    cache except quantised ones. A model runs in one thread at a time. With a cache, a "scalar" decay raises in layers
+    that cache latents (MLA) or attend to the keys of other layers. Layers with two attentions raise in the first
+    forward. Trainer gives the decays no weight decay; for PEFT, name them in modules_to_save=["decay"]. The
+    configuration records the decay as `added_decay`, so programs that import decayattn.integrations.transformers save
+    and load it.
 
     Args:
         model: a causal model with flash attention by transformers' AttentionInterface: Llama, Mistral, Qwen2, Qwen3,
@@ -82,13 +84,14 @@ def split_key(module: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor | N
         if crosses and rates is not None:
             raise ValueError(f"log_decay: expected a model without cross-attention, got {type(module).__name__}")
         return None if rates is None else _rates(rates, query.dtype, query.device), key
-    log_decay: Any = module._log_decay
+    found: Any = module._log_decay
     module._log_decay = None  # type: ignore[assignment]  # consumed
-    if log_decay is None:
+    if found is None or not (torch.compiler.is_compiling() or found[1] in (None, threading.get_ident())):
         raise RuntimeError(
-            f"decay: expected one attention in each call of {type(module).__name__}, got another, or a call of its "
-            "forward without hooks; add_decay does not support such a layer"
+            f"decay: expected one attention in each call of {type(module).__name__}, got another, a call of its "
+            "forward without hooks, or a call in another thread; add_decay takes none of these (threads need a lock)"
         )
+    log_decay: Any = found[0]
     width, heads = query.shape[-1], log_decay.shape[-1]
     if key.shape[-1] > width and module._carried != (key.shape[1], width):
         raise ValueError(f"cache: expected the keys of {type(module).__name__} itself, got others; {_USE_NO_CACHE}")
@@ -132,10 +135,9 @@ class _CarryingCache:
         channels = self._log_decay.unflatten(2, (heads, -1)).transpose(1, 2).contiguous().view(key_states.dtype)
         missing = -channels.shape[-1] % (16 // key_states.dtype.itemsize)  # to 16 bytes, for TMA and vector loads
         keys = torch.cat([key_states, channels, key_states.new_zeros(*key_states.shape[:3], missing)], -1)
-        for layer in self._cache.layers[self._module.layer_idx :][:1]:
-            held = getattr(layer, "keys", None)
-            if held is not None and held.numel() and held.shape[-1] != keys.shape[-1]:
-                raise ValueError(f"cache: expected keys with a decay, got others, as of a prefix; {_USE_NO_CACHE}")
+        held = [layer.keys for layer in self._cache.layers[self._module.layer_idx :][:1] if layer.is_initialized]
+        if held and held[0].numel() and held[0].shape[-1] != keys.shape[-1]:
+            raise ValueError(f"cache: expected keys with a decay, got others, as of a prefix; {_USE_NO_CACHE}")
         return self._cache.update(keys, value_states, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -191,7 +193,8 @@ def _decay(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     """Pre-hook of an attention layer: compute its log_decay for `split_key` and for the cache."""
     _check_attention(module.config, "an added decay")
     log_decay = module.decay(args[0] if args else kwargs["hidden_states"])  # type: ignore[operator]
-    module._log_decay, module._carried = log_decay, None  # type: ignore[assignment]
+    thread = None if torch.compiler.is_compiling() else threading.get_ident()  # another may replace them
+    module._log_decay, module._carried = (log_decay, thread), None  # type: ignore[assignment]
 
     def carrying(x: Any) -> Any:
         return _CarryingCache(x, module, log_decay) if isinstance(x, Cache) and log_decay.ndim == 3 else x
@@ -237,10 +240,9 @@ _initialize_weights, _post_init = PreTrainedModel._initialize_weights, PreTraine
 @functools.wraps(_initialize_weights)  # called for every module that may lack values
 def _initialize_ours(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Also initialise our modules, except those of a new model, which have their values already."""
-    if isinstance(module, Spared):
-        is_ready = getattr(module, "_is_hf_initialized", False)
-        if not vars(module).pop("_is_new", False) and not is_ready:
-            initialise(module)
+    is_new = vars(module).pop("_is_new", False)
+    if isinstance(module, Spared) and not (is_new or getattr(module, "_is_hf_initialized", False)):
+        initialise(module)
     _initialize_weights(self, module, *args, **kwargs)  # the model's own rule may replace the values
 
 

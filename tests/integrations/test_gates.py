@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache, Trainer, TrainingArguments
 
+from decayattn.integrations import gates
 from decayattn.integrations.transformers import add_decay
 from decayattn.nn import ScalarDecay, alibi_log_decay
 
@@ -231,6 +233,24 @@ def test_gate_refuses_quantised_caches_and_other_attention():
     model.set_attn_implementation("eager")
     with pytest.raises(RuntimeError, match="attn_implementation: expected 'decayattn'"):
         model(tokens())
+
+
+@torch.no_grad()
+def test_gate_refuses_the_decay_of_another_thread():
+    """Another call replaces the decay of one in progress, and may have its shape."""
+    model = gated()
+    layer = model.model.layers[1].self_attn
+
+    def interrupt(*_):
+        other = threading.Thread(target=gates._decay, args=(layer, (torch.zeros(2, 20, 64),), {}))
+        other.start()
+        other.join()
+
+    hook = layer.q_proj.register_forward_hook(interrupt)
+    with pytest.raises(RuntimeError, match=r"decay: expected one attention .* in another thread"):
+        model(tokens(), use_cache=False)
+    hook.remove()
+    model(tokens(), use_cache=False)
 
 
 def test_fixed_rates_refuse_other_attention():
