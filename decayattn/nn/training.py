@@ -72,8 +72,9 @@ def record_half_lives(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     The mean leaves out λ that no score uses: padding, resets (also λ below −746), and the first λ of each sequence. The
     half-life is inf if the mean is 0 or more, and NaN before a head has used a token. Padding counts if the layer does
     not know of it. That is so for a `Decay` outside of a layer, and for the layers of DecayModel without a cache, where
-    padding follows the tokens and no token sees it. Record such models on texts without padding. A log_decay that the
-    caller passes is not recorded.
+    padding follows the tokens and no token sees it. Record such models on texts without padding, and read by one
+    forward: for a `Decay` outside of a layer, each call is a sequence, so a token after a cache is left out. A
+    log_decay that the caller passes is not recorded.
 
     torch.compile is off inside the context: compiled models run eagerly. A forward repeated by activation checkpointing
     counts once. CUDA graphs replay without Python and are not recorded. On several devices each rank records its own
