@@ -423,7 +423,7 @@ def overhead(results: Results, report: Report) -> list[str]:
 # ------------------------------------------------------------------------------------------------- training and studies
 
 TRAINING_FILE, RECALL_FILE = "benchmark_training.json", "recall.json"
-EXTRAPOLATION_FILE, EVIDENCE_FILE, FOX_FILE = "length_extrapolation.json", "evidence_124m.json", "benchmark_fox.json"
+EXTRAPOLATION_FILE, EVIDENCE_FILE, FOX_FILE = "length_extrapolation.json", "evidence_121m.json", "benchmark_fox.json"
 
 
 @block("train_cpu.json", "train_h200/summary.json")
@@ -639,10 +639,9 @@ def choice(results: Results, read: Report, recalled: Report) -> list[str]:
     page = f"{results.prefix.removesuffix('results/')}experiments/README.md"
     return [*pivot("decay", CHOICES, columns, cell), "", *wrapped(
         f"Bits per byte of a {sizes_of(read)[0]:.1f} M model, trained on {read['settings']['context']:,} bytes of "
-        f"Python source at a time; lower is better. Recall: {length:,} tokens hold {pairs} pairs of key and value, and "
-        "then keys again. Their values are to be predicted, which two layers of width "
-        f"{widths} do right for this percentage. Overwritten keys come with two values, and the later one counts. "
-        "Means of 3 seeds "
+        "Python source at a time; lower is better. Recall: percentage of the values that two layers of width "
+        f"{widths} predict correctly. {length:,} tokens hold {pairs} pairs of key and value, then the keys again. "
+        "Overwritten keys come with two values, and the later one counts. Means of 3 seeds "
         f"([extrapolation]({page}#length-extrapolation), [recall]({page}#associative-recall))."
     )]
 

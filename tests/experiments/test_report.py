@@ -184,7 +184,7 @@ def test_evidence_has_losses_and_needles(results):
     settings = {"context": 4096, "lengths": [16384], "steps": 10, "batch_size": 2}
     put(results, report.EVIDENCE_FILE, rows=runs, corpus=sides, settings=settings)
     lines = report.BLOCKS["evidence"](results)
-    assert lines[0].endswith("](results/evidence_124m.png)")
+    assert lines[0].endswith("](results/evidence_121m.png)")
     assert "| Pro block of FoX | 1.000 | 0.900 | 0.950 |" in lines
     assert "| 16k, Pro block of FoX | 10% (4.00) | 20% (3.00) | 30% (2.00) | 40% (1.00) | 100% (0.50) |" in lines
     assert any(line.startswith("One seed. 85.0 to 92.0 M parameters") for line in lines)
