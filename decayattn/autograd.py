@@ -194,10 +194,7 @@ def _split_backward(arguments: Sequence) -> tuple[Inputs, Modes, Tensor, Saved, 
 
 
 def _problem_of(inputs: Inputs, modes: Modes) -> AttentionProblem:
-    return AttentionProblem.of(
-        inputs.q, inputs.v, inputs.log_decay, inputs.row_scale, modes.causal, modes.window, inputs.bounds,
-        modes.longest, inputs.bias, modes.skip_tolerance,
-    )
+    return AttentionProblem.of(inputs, modes.causal, modes.window, modes.longest, modes.skip_tolerance)
 
 
 def _tensor(x: Tensor | None, like: Tensor) -> Tensor:

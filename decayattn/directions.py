@@ -41,9 +41,9 @@ def _left(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, 
 
 def _right(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, Inputs]:
     """The right call, without the sink, and without the last row of a sequence, which has no key there."""
-    q, _, v, log_decay, scale, bounds, bias, *_ = inputs
+    q, _, _, log_decay, scale, bounds, bias, *_ = inputs
     assert log_decay is not None
-    log_decay, after = log_decay[..., 1], problem.window[1]
+    after = problem.window[1]
     if bounds is None:
         q, scale = q[:, :-1], None if scale is None else scale[:, :-1]
         bias = None if bias is None else reference.block_of_bias(bias, slice(0, -1), slice(None))
@@ -52,8 +52,9 @@ def _right(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem,
         bounds = torch.stack([first_row, (rows - 1).clamp(min=0), *tokens], 1)
     longest = (problem.longest_query, problem.longest_key) if problem.layout == "packed" else None
     window = 0, after - 1 if after > 0 else -1
-    shifted = AttentionProblem.of(q, v, log_decay, scale, False, window, bounds, longest, bias, problem.skip_tolerance)
-    return shifted, inputs._replace(q=q, log_decay=log_decay, row_scale=scale, bounds=bounds, bias=bias, sink=None)
+    log_decay = log_decay[..., 1]
+    shifted = inputs._replace(q=q, log_decay=log_decay, row_scale=scale, bounds=bounds, bias=bias, sink=None)
+    return AttentionProblem.of(shifted, False, window, longest, problem.skip_tolerance), shifted
 
 
 def _calls(

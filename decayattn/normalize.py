@@ -84,17 +84,15 @@ def problem_of(
     longest: tuple[int, int] | None = None,
 ) -> AttentionProblem:
     """Problem of checked arguments and their inputs. longest: that of AttentionProblem.of."""
-    q, _, v, log_decay, row_scale, bounds, bias, _, _ = inputs
+    bounds, log_decay = inputs.bounds, inputs.log_decay
     if bounds is not None and log_decay is not None and log_decay.ndim == 4:
         refuse_unless(
             (bounds[:, :2] == bounds[:, 2:]).all(),
             "log_decay: expected the same queries and keys in every sequence with a gate per direction, got others; "
             "pass equal cu_seqlens, leftpad and seqused for both",
         )
-    return AttentionProblem.of(
-        q, v, log_decay, row_scale, causal, window_of(window_size, causal), bounds, longest, bias,
-        tolerance_of(skip_tolerance, q.dtype),
-    )
+    window, tolerance = window_of(window_size, causal), tolerance_of(skip_tolerance, inputs.q.dtype)
+    return AttentionProblem.of(inputs, causal, window, longest, tolerance)
 
 
 def _per_head(log_decay: Tensor | float | None, q: Tensor) -> Tensor | None:

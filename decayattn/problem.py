@@ -70,19 +70,11 @@ class AttentionProblem(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        q: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None,
-        row_scale: Tensor | None,
-        causal: bool,
-        window: Sequence[int] = (-1, -1),
-        bounds: Tensor | None = None,
-        longest: Sequence[int] | None = None,
-        bias: Tensor | None = None,
+        cls, inputs: "Inputs", causal: bool, window: Sequence[int] = (-1, -1), longest: Sequence[int] | None = None,
         skip_tolerance: float = 0.0,
     ) -> "AttentionProblem":
-        """Problem of checked arguments in full shapes. longest: (longest_query, longest_key) of packed `bounds`."""
+        """Problem of these inputs. longest: (longest_query, longest_key) of packed `bounds`."""
+        q, _, v, log_decay, row_scale, bounds, bias, _, _ = inputs
         batch, query_length, num_heads, head_dim = q.shape
         _, key_length, num_kv_heads, value_dim = v.shape
         decay: DecayName = "none" if log_decay is None else "constant" if log_decay.ndim == 1 else "scalar"

@@ -138,7 +138,7 @@ def decode(
     used = (j < lengths[:, None])[..., None]  # the rest may hold NaN, and 0 · NaN is NaN
     k, v = (torch.where(used[..., None], x[:, :longest], 0.0) for x in (inputs.k, inputs.v))
     window = (-1 if left is None else left, -1)
-    problem = AttentionProblem.of(q, v, inputs.log_decay, inputs.row_scale, True, window)
+    problem = AttentionProblem.of(inputs._replace(v=v), True, window)
     k, v = keys_of_heads(problem, k, v)
     inside = None if first is None else j >= first[..., None]
     bias = None

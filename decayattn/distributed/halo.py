@@ -141,10 +141,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs, settings: Settings, longest: Sequence[int] | None = None) -> "Call":
-        problem = AttentionProblem.of(
-            inputs.q, inputs.v, inputs.log_decay, inputs.row_scale, True, (settings.limits.left, -1), inputs.bounds,
-            longest, skip_tolerance=settings.tolerance,
-        )
+        problem = AttentionProblem.of(inputs, True, (settings.limits.left, -1), longest, settings.tolerance)
         return cls(problem, inputs, registry.select(problem, settings.backend))
 
     def forward(self, with_lse: bool, precomputed: Precomputed) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:

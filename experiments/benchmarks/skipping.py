@@ -31,7 +31,7 @@ from benchmarks.peers import BASELINE
 from decayattn import decay_attention, visited_fraction
 from decayattn.backends import registry
 from decayattn.normalize import tolerance_of
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, Inputs
 from decayattn.testing import format_table, verify_attention
 
 STUDIES = ("planning", "pruning", "constant", "lengths")
@@ -126,7 +126,7 @@ def plan(case: Case, inputs: dict[str, Tensor]) -> Callable[[], Tensor] | None:
 
     q, k, log_decay = (inputs[name] for name in ("q", "k", "log_decay"))
     tolerance = tolerance_of("auto", q.dtype)
-    problem = AttentionProblem.of(q, k, log_decay, None, True, (-1, -1), skip_tolerance=tolerance)
+    problem = AttentionProblem.of(Inputs(q, k, k, log_decay), True, skip_tolerance=tolerance)
     if not skipping.is_planned(problem):
         return None
     prefix = decay_prefix.build(problem, log_decay) if problem.decay == "scalar" else decay_prefix.allocate(problem, q)

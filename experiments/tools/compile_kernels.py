@@ -231,9 +231,9 @@ def compiled_kernels(
     bias = torch.empty(shape[2], shape[1], shape[1]) if path == "bias" else None
     row_scale = torch.empty(shape[:3]) if path == "row scales" else None
     causal = path not in ("both sides", "window")
-    problem = AttentionProblem.of(q, v, log_decay, row_scale, causal, window, bounds, longest, bias, SKIP_TOLERANCE)
     scale = dim**-0.5 if row_scale is None else 1.0
     inputs = Inputs(q, k, v, log_decay, row_scale, bounds, bias, scale=scale)
+    problem = AttentionProblem.of(inputs, causal, window, longest, SKIP_TOLERANCE)
     with collecting(target) as kernels:
         if path == "decode":
             decode(inputs, decay)

@@ -20,7 +20,7 @@ ON_GPU = torch.cuda.is_available()
 
 def problem(dtype=torch.float32, device="cpu") -> AttentionProblem:
     q = torch.zeros(1, 3, 2, 4, dtype=dtype, device=device)
-    return AttentionProblem.of(q, q, None, None, True)
+    return AttentionProblem.of(Inputs(q, q, q), True)
 
 
 @pytest.mark.parametrize("name", ["hopper9000", "Triton", "", None])
@@ -160,7 +160,7 @@ def test_auto_takes_the_faster_backend(length, heads, dim, chosen, monkeypatch):
     registry._automatic.cache_clear()
     q, v = torch.zeros(1, length, heads, 64), torch.zeros(1, length, heads, dim)
     inputs = Inputs(q, q, v, torch.zeros(heads), scale=0.125)
-    asked_for = AttentionProblem.of(q, v, inputs.log_decay, None, True)
+    asked_for = AttentionProblem.of(inputs, True)
     assert registry.resolve(asked_for, "auto", inputs) is registry.load(chosen)
     assert registry.resolve(asked_for, "hopper", inputs) is hopper
     packed = asked_for._replace(layout="packed", sequences=3)  # not measured

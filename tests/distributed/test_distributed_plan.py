@@ -62,9 +62,7 @@ def make(kind, length, dtype=torch.float64, seed=0, mean=-0.1):
 
 
 def problem_of(inputs, window=-1, tolerance=0.0):
-    return AttentionProblem.of(
-        inputs.q, inputs.v, inputs.log_decay, inputs.row_scale, True, (window, -1), skip_tolerance=tolerance
-    )
+    return AttentionProblem.of(inputs, True, (window, -1), skip_tolerance=tolerance)
 
 
 class Ranks:

@@ -16,7 +16,7 @@ from shared.poison import poisoned_allocations
 from torch import Tensor
 
 from decayattn import decay_attention, decay_attention_varlen
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, Inputs
 from decayattn.testing.attention import DRAWS, MORE_DRAWS, Budget
 from decayattn.testing.call import Arguments, Call, Comparison, bounds_of, ratio
 from tools.fuzzing import oracle
@@ -111,7 +111,8 @@ def call_of(case: Case) -> Call:
     bounds = None if case.sequences is None else torch.tensor(case.sequences, dtype=torch.int32).reshape(-1, 4)
     longest = (case.options["max_seqlen_q"], case.options["max_seqlen_k"]) if case.packed else None
     row_scale = inputs.scale if isinstance(inputs.scale, Tensor) else None
-    problem = AttentionProblem.of(q, v, shaped, row_scale, case.options["causal"], window, bounds, longest, inputs.bias)
+    shapes = Inputs(q, k, v, shaped, row_scale, bounds, inputs.bias)
+    problem = AttentionProblem.of(shapes, case.options["causal"], window, longest)
     found = bounds_of(problem, case.sequences)
     pairs = tuple(itertools.product(found, range(problem.num_heads)))
     return Call(inputs, batched(case.grad_out), grad_lse, found, pairs, problem)

@@ -15,7 +15,7 @@ from decayattn.backends.hopper.forward import launch
 from decayattn.backends.runtime import tma
 from decayattn.backends.runtime.strided import strided
 from decayattn.backends.tiles.bf16_splits import SPLIT_COLUMNS, SPLITS
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, Inputs
 
 HEADS, DIM = 2, 40
 PACKINGS = [
@@ -34,13 +34,13 @@ def packed(device, rows, keys=None) -> tuple[AttentionProblem, torch.Tensor]:
         columns += [[0, *itertools.accumulate(lengths)][:-1], lengths]
     bounds = torch.tensor(columns, dtype=torch.int32, device=device).T.contiguous()
     q, v = (torch.empty(1, sum(n) + 5, HEADS, DIM, dtype=torch.float16, device=device) for n in (rows, keys or rows))
-    return AttentionProblem.of(q, v, None, None, True, (-1, -1), bounds, (max(rows), max(keys or rows))), bounds
+    return AttentionProblem.of(Inputs(q, v, v, bounds=bounds), True, longest=(max(rows), max(keys or rows))), bounds
 
 
 def padded(device) -> tuple[AttentionProblem, torch.Tensor]:
     bounds = torch.tensor([[0, 40, 3, 200], [7, 300, 0, 0], [100, 0, 5, 9], [5, 150, 0, 129]], dtype=torch.int32)
     q, v = (torch.empty(4, n, HEADS, DIM, dtype=torch.float16, device=device) for n in (310, 210))
-    return AttentionProblem.of(q, v, None, None, True, (-1, -1), bounds), bounds.to(device)
+    return AttentionProblem.of(Inputs(q, v, v, bounds=bounds), True), bounds.to(device)
 
 
 def lines(problem: AttentionProblem, bounds: torch.Tensor, tile: int, of_keys: bool, last_first: bool) -> list[list]:

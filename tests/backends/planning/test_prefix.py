@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from decayattn.backends.planning import prefix, sequences
-from decayattn.problem import DECAY_BLOCK, AttentionProblem
+from decayattn.problem import DECAY_BLOCK, AttentionProblem, Inputs
 
 ON_GPU = torch.cuda.is_available()
 EPS32, EPS64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
@@ -28,7 +28,8 @@ def launches(request, monkeypatch) -> None:
 def problem_of(log_decay, query_length=None, dtype=torch.float32) -> AttentionProblem:
     batch, length, heads = log_decay.shape
     q = log_decay.new_empty(batch, length if query_length is None else query_length, heads, 1, dtype=dtype)
-    return AttentionProblem.of(q, log_decay.new_empty(batch, length, heads, 1, dtype=dtype), log_decay, None, True)
+    k = log_decay.new_empty(batch, length, heads, 1, dtype=dtype)
+    return AttentionProblem.of(Inputs(q, k, k, log_decay), True)
 
 
 def plain_gradient(log_decay, row_sums, column_sums):
@@ -172,7 +173,7 @@ def test_sequences(packed, launches, device):
         column_sums[entry, :, own_tokens] = torch.randn(1, 2, count, device=device)
         parts.append((entry, own_rows, own_tokens, slice(block, block - (-count // BLOCK))))
     q, v = log_decay.new_empty(shape[0], query_length, 2, 1), log_decay.new_empty(*shape, 1)
-    problem = AttentionProblem.of(q, v, log_decay, None, True, bounds=bounds, longest=longest)
+    problem = AttentionProblem.of(Inputs(q, v, v, log_decay, bounds=bounds), True, longest=longest)
     found = sequences.find(problem, bounds)
     built = prefix.build(problem, log_decay, sequences=found)
     grad = prefix.gradient(problem, built, row_sums, column_sums, log_decay, found)
@@ -236,7 +237,7 @@ def test_split_prefix_adds_up(launches, device):
 def test_prefix_of_other_decays_is_empty(device):
     q = torch.empty(2, 5, 3, 8, device=device)
     for log_decay in (None, torch.zeros(3, device=device)):
-        empty = prefix.allocate(AttentionProblem.of(q, q, log_decay, None, True), q)
+        empty = prefix.allocate(AttentionProblem.of(Inputs(q, q, q, log_decay), True), q)
         assert [tensor.numel() for tensor in empty] == [0, 0, 0, 0]
 
 
@@ -261,7 +262,7 @@ def test_a_block_finds_its_sequence(count, searches, device):
     found, before = torch.empty(2, len(blocks), dtype=torch.int32, device=device)
     _count[(len(blocks),)](ends, count, blocks, found, before, SEARCHES=searches)
     q, bounds = torch.empty(1, 5, 1, 16, device=device), torch.zeros(count, 4, dtype=torch.int32, device=device)
-    packed = AttentionProblem.of(q, q, None, None, True, bounds=bounds, longest=(5, 5))  # sequences of no token
+    packed = AttentionProblem.of(Inputs(q, q, q, bounds=bounds), True, longest=(5, 5))  # sequences of no token
     assert searches == sequences.constants(packed)["SEARCHES"]
     expected = torch.searchsorted(ends, blocks, right=True)
     assert torch.equal(found, expected.int())
@@ -274,7 +275,7 @@ def test_a_launch_has_programs_for_the_blocks_that_can_exist(device):
     q, k = torch.empty(1, sum(rows), 2, 16, device=device), torch.empty(1, sum(keys), 2, 16, device=device)
     starts = [[0, *itertools.accumulate(lengths)][:-1] for lengths in (rows, keys)]
     bounds = torch.tensor([*zip(starts[0], rows, starts[1], keys, strict=True)], dtype=torch.int32, device=device)
-    problem = AttentionProblem.of(q, k, None, None, True, bounds=bounds, longest=(4000, 4000))
+    problem = AttentionProblem.of(Inputs(q, k, k, bounds=bounds), True, longest=(4000, 4000))
     found = sequences.find(problem, bounds)
     for lengths, ends, most in ((rows, found.ends[0], found.row_blocks), (keys, found.ends[1], found.token_blocks)):
         blocks = [math.ceil(length / 128) for length in lengths]

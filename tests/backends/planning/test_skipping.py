@@ -15,7 +15,7 @@ from decayattn.backends.planning import prefix, sequences, skipping
 from decayattn.backends.portable import config
 from decayattn.backends.registry import load
 from decayattn.normalize import tolerance_of, window_of
-from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem
+from decayattn.problem import DECAY_BLOCK, GRANULE, AttentionProblem, Inputs
 
 INF = math.inf
 ROWS, BLOCK = GRANULE, DECAY_BLOCK
@@ -51,11 +51,9 @@ def make(
 
 
 def problem_of(inputs, tolerance, window=None, bounds=None, longest=None) -> AttentionProblem:
-    q, v, log_decay, scale = (inputs[name] for name in ("q", "v", "log_decay", "scale"))
-    return AttentionProblem.of(
-        q, v, log_decay, scale if isinstance(scale, torch.Tensor) else None, True, window_of(window, True), bounds,
-        longest, skip_tolerance=tolerance_of(tolerance, q.dtype),
-    )
+    q, k, v, log_decay, scale = (inputs[name] for name in ("q", "k", "v", "log_decay", "scale"))
+    tensors = Inputs(q, k, v, log_decay, scale if isinstance(scale, torch.Tensor) else None, bounds)
+    return AttentionProblem.of(tensors, True, window_of(window, True), longest, tolerance_of(tolerance, q.dtype))
 
 
 def plan_of(inputs, tolerance, window=None, bounds=None, longest=None) -> torch.Tensor:

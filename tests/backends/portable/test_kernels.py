@@ -12,7 +12,7 @@ from pairwise import pairwise
 from decayattn import decay_attention
 from decayattn.backends.portable import launch
 from decayattn.backends.runtime import launching
-from decayattn.problem import AttentionProblem
+from decayattn.problem import AttentionProblem, Inputs
 from decayattn.testing import assert_within_budget, verify_attention
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
@@ -168,8 +168,9 @@ def test_constant_resets_leave_rows_their_own_key(causal, lengths):
 def test_windows_wider_than_any_pair_are_none():
     """Up to 64 bits: kernels have 32."""
     inputs = Case(70, 90, causal=False).inputs()
+    tensors = Inputs(inputs["q"], inputs["k"], inputs["v"])
     for window, used in [((89, 69), (-1, -1)), ((88, 2**63 - 1), (88, -1)), ((2**63 - 1, 68), (-1, 68))]:
-        assert AttentionProblem.of(inputs["q"], inputs["v"], None, None, False, window).window == used
+        assert AttentionProblem.of(tensors, False, window).window == used
         verify(inputs, window_size=window)
 
 
@@ -177,7 +178,7 @@ def test_keys_and_values_have_lines_of_one_length():
     """Equal lengths in 16 bits: ptxas takes wrong addresses otherwise."""
     for dims in [*NARROW, (64, 8), (256, 1), (64, 64), (1, 1)]:
         inputs = Case(head_dim=dims[0], value_dim=dims[1], dtype=F16).inputs()
-        widths = launch._widths(AttentionProblem.of(inputs["q"], inputs["v"], None, None, True))
+        widths = launch._widths(AttentionProblem.of(Inputs(inputs["q"], inputs["k"], inputs["v"]), True))
         assert len({min(width, 64) for width in widths}) == 1
         assert widths[0] >= dims[0]
         assert widths[1] >= dims[1]
