@@ -145,13 +145,6 @@ def within(longest: int, axis: int) -> int:
     return longest if isinstance(axis, torch.SymInt) or isinstance(longest, torch.SymInt) else min(longest, axis)
 
 
-def all_gather(gathered: Tensor, own: Tensor, group: "torch.distributed.ProcessGroup") -> None:
-    """Fill gathered (ranks, ·) with every rank's own (1, ·). PyTorch 2.13 renames the function; the old name warns."""
-    dist = torch.distributed
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered, own, group=group)
-
-
 # in PyTorch's source, because importing torch._dynamo would import Triton
 _DECORATORS = Path(torch.__file__).parent / "_dynamo" / "decorators.py"
 _has_mark = _probe(

@@ -77,7 +77,9 @@ def copied(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 def all_gather(own: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
     """Every rank's tensor, as (ranks, ·)."""
     everyone = own.new_empty(ranks, *own.shape)
-    compatibility.all_gather(everyone, own[None], group)
+    # PyTorch 2.13 renames the function; the old name warns
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(everyone, own[None], group=group)
     return everyone
 
 

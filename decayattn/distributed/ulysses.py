@@ -4,11 +4,13 @@ Key heads, repeated to a multiple of the ranks, go to the ranks in turn with the
 head to head are spread over all ranks.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from einops import repeat
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -25,6 +27,7 @@ def attention(
     kv_heads = math.lcm(k.shape[2], slices.ranks)
     per_row = [name for name in ("log_decay", "scale") if isinstance(options[name], Tensor) and options[name].ndim > 2]
     columns = (options[name][..., None].flatten(3) for name in per_row)  # a log_decay may have a gate per direction
+    k, v = (_repeated(x, kv_heads) for x in (k, v))
     q, k, v, *exchanged = RowsToHeads.apply(slices, kv_heads, check, q, k, v, *columns)
     options |= {name: x.squeeze(-1) for name, x in zip(per_row, exchanged, strict=True)}
     for name, axis in (("log_decay", 0), ("sink", 0), ("bias", -3)):
@@ -51,18 +54,15 @@ class RowsToHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, slices, kv_heads, check, *tensors):
-        ctx.slices, ctx.kv_heads, ctx.heads = slices, kv_heads, [x.shape[2] for x in tensors]
-        repeated = [x.repeat_interleave(kv_heads // x.shape[2], 2) if x.shape[2] < kv_heads else x for x in tensors]
-        return tuple(_to_heads(repeated, kv_heads, slices, check))
+        ctx.slices, ctx.kv_heads = slices, kv_heads
+        return tuple(_to_heads(tensors, kv_heads, slices, check))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        requested = [n for n in range(len(grads)) if ctx.needs_input_grad[n + 3]]
-        result = [None] * len(grads)
-        for n, grad in zip(requested, _to_rows([grads[n] for n in requested], ctx.kv_heads, ctx.slices), strict=True):
-            result[n] = _sum_repeated(grad, ctx.heads[n])
-        return None, None, None, *result
+        needed = ctx.needs_input_grad[3:]
+        found = iter(_to_rows([*itertools.compress(grads, needed)], ctx.kv_heads, ctx.slices))
+        return None, None, None, *(next(found) if is_needed else None for is_needed in needed)
 
 
 class HeadsToRows(torch.autograd.Function):
@@ -114,6 +114,6 @@ def _own_heads(x: Tensor, axis: int, slices: Slices, kv_heads: int) -> Tensor:
     return groups.select(axis + 1, slices.rank).flatten(axis, axis + 1)
 
 
-def _sum_repeated(grad: Tensor, heads: int) -> Tensor:
-    """Gradient of heads that may have been repeated. torch.sum adds 16-bit values in float32 and rounds once."""
-    return grad if grad.shape[2] == heads else grad.unflatten(2, (heads, -1)).sum(3)
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """x with each key head repeated to that many heads. The gradient, a sum, adds 16-bit values in float32."""
+    return repeat(x, "b t h d -> b t (h g) d", g=heads // x.shape[2])

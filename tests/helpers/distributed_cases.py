@@ -19,7 +19,7 @@ from shared.ranks import whole_attention
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from decayattn import DecayFlashAttention, compatibility, decay_attention, decay_attention_varlen
+from decayattn import DecayFlashAttention, decay_attention, decay_attention_varlen
 from decayattn.distributed import ContextParallel, collectives, context_parallel_attention, fetched_tokens, halo_plan
 from decayattn.distributed.halo import Call
 from decayattn.testing import verify_attention, verify_attention_varlen
@@ -213,7 +213,8 @@ def calls(group, **case):
 @contextlib.contextmanager
 def recorded(group):
     """Collectives in their order: the number of values that a rank gathers, or the bytes that it sends to others."""
-    found, gather, exchange = [], compatibility.all_gather, dist.all_to_all_single
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    found, gather, exchange = [], getattr(dist, name), dist.all_to_all_single
 
     def exchanging(received, rows, receive, send, **options):
         bytes_of_row = rows[:1].nbytes if len(rows) else 0
@@ -222,10 +223,10 @@ def recorded(group):
 
     def gathering(everyone, own, group):
         found.append(("values", own.numel()))
-        return gather(everyone, own, group)
+        return gather(everyone, own, group=group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compatibility, "all_gather", gathering)
+        patch.setattr(dist, name, gathering)
         patch.setattr(dist, "all_to_all_single", exchanging)
         yield found
 
