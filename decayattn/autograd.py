@@ -16,6 +16,7 @@ from torch import Tensor
 
 from decayattn import compatibility
 from decayattn.backends import registry
+from decayattn.backends.runtime import outputs
 from decayattn.problem import AttentionProblem, BackendName, GradientRequest, Gradients, Inputs, Precomputed, Saved
 
 
@@ -67,7 +68,6 @@ def modes_of(problem: AttentionProblem, backend: BackendName) -> Modes:
 
 def needs_operator(inputs: Inputs) -> bool:
     """True if a call must be an operator, not the function behind it. Refuses tangents."""
-    # not inputs.tensors: torch 2.10 cannot trace a property of a NamedTuple
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     if compatibility.has_tangent(tensors):
         # PyTorch would silently drop the tangent at the operator
@@ -98,10 +98,11 @@ def forward(
     """`attention` without autograd, and the state for `backward`; no tracer sees either."""
     launcher, sink = registry.resolve(problem, backend, inputs), inputs.sink
     if problem.is_empty:
-        out = inputs.q.new_empty(*inputs.q.shape[:3], problem.value_dim) if precomputed is None else precomputed.out
-        saved = _allocate_saved(problem, inputs.q)
-        lse: Tensor | None = torch.full_like(saved.row_lse2.fill_(torch.inf), -torch.inf)
-        out.zero_()
+        results, saved = _allocate(problem, inputs.q, True, precomputed)
+        for x, value in zip(results, outputs.OF_NO_KEY, strict=True):
+            if x is not None:
+                x.fill_(value)
+        out, _, lse = results
     else:
         out, lse, saved = launcher.forward(problem, inputs, with_lse or sink is not None, precomputed)
     if sink is not None:
@@ -137,13 +138,15 @@ def backward(
     return gradients._replace(d_sink=_sink_gradient(inputs, out, saved, d_out, d_lse))
 
 
-def _allocate_saved(problem: AttentionProblem, q: Tensor, flat_base: bool = False) -> Saved:
-    """Uninitialised state of a forward, without that of a sink."""
+def _allocate(
+    problem: AttentionProblem, q: Tensor, with_lse: bool, precomputed: Precomputed | None = None,
+    flat_base: bool = False,
+) -> tuple[outputs.Outputs, Saved]:
+    """Uninitialised results of a forward, and its state without that of a sink."""
     from decayattn.backends.planning import prefix, skipping  # they import Triton
 
-    rows = problem.batch, problem.num_heads, problem.query_length
-    row_lse2 = q.new_empty(rows, dtype=problem.accumulator_dtype)
-    return Saved(row_lse2, *prefix.allocate(problem, q, flat_base), skipping.allocate(problem, q))
+    results = outputs.allocate(problem, q, with_lse, precomputed)
+    return results, Saved(results.row_lse2, *prefix.allocate(problem, q, flat_base), skipping.allocate(problem, q))
 
 
 def _allocate_gradients(inputs: Inputs, saved: Saved, requested: GradientRequest) -> Gradients:
@@ -220,13 +223,10 @@ def _backward_operator(*arguments):
 
 def _forward_fake(*arguments):
     inputs, modes, (with_lse,) = _split(arguments)
-    problem, q = _problem_of(inputs, modes), inputs.q
-    saved = _allocate_saved(problem, q, flat_base=True)
-    lse, sink_probability = (
-        torch.empty_like(saved.row_lse2) if exists else saved.row_lse2.new_empty(0)
-        for exists in (with_lse, inputs.sink is not None)
-    )
-    return q.new_empty(*q.shape[:3], problem.value_dim), lse, *saved._replace(sink_probability=sink_probability)
+    results, saved = _allocate(_problem_of(inputs, modes), inputs.q, with_lse, flat_base=True)
+    probability = None if inputs.sink is None else torch.empty_like(saved.row_lse2)
+    saved = saved._replace(sink_probability=_tensor(probability, saved.row_lse2))
+    return results.out, _tensor(results.lse, saved.row_lse2), *saved
 
 
 def _backward_fake(*arguments):
@@ -257,7 +257,7 @@ def _save(ctx, problem, inputs, modes, with_lse, output):
     ctx.problem, ctx.scale, ctx.modes = problem, inputs.scale, modes
     ctx.set_materialize_grads(False)
     out, lse, *saved = output
-    ctx.save_for_backward(*inputs.tensors, out, *saved)
+    ctx.save_for_backward(*inputs[:-1], out, *saved)
     if problem is None:
         ctx.mark_non_differentiable(*saved, *(() if with_lse else (lse,)))
 
@@ -334,7 +334,7 @@ def _with_gradient(problem, inputs, modes, with_lse):
     """out, lse and, at the operator, the saved tensors."""
     if needs_gradient(inputs, problem is None):
         # autograd finds tensors among the arguments, not inside of them, and takes host time for each argument
-        return _Differentiable.apply(*inputs.tensors, (problem, inputs, modes, with_lse))
+        return _Differentiable.apply(*inputs[:-1], (problem, inputs, modes, with_lse))
     return without_gradient(problem, inputs, modes, with_lse)
 
 

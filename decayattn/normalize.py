@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from decayattn.compatibility import refuse_unless, within
-from decayattn.problem import RESET_BELOW, AttentionProblem, Inputs, SkipTolerance
+from decayattn.problem import RESET_BELOW, AttentionProblem, Inputs, SkipTolerance, accumulator_dtype
 from decayattn.validation import check_arguments, check_packed_arguments, integer
 
 _AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
@@ -72,8 +72,7 @@ def inputs_of(
     if scale is None:
         number = integer(q.shape[3]) ** -0.5  # under torch.jit.trace sizes are tensors
     elif isinstance(scale, Tensor):
-        accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-        row_scale, number = scale.to(accumulator).expand(q.shape[:3]), 1.0
+        row_scale, number = scale.to(accumulator_dtype(q.dtype)).expand(q.shape[:3]), 1.0
     else:
         number = float(scale)
     return Inputs(q, k, v, _per_head(log_decay, q), row_scale, bounds, bias, sink, number)
@@ -100,10 +99,9 @@ def _per_head(log_decay: Tensor | float | None, q: Tensor) -> Tensor | None:
     if log_decay is None:
         return None
     if not isinstance(log_decay, Tensor):
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         # a lower one may overflow the dtype; all of them are resets
         number = float(max(log_decay, 2 * RESET_BELOW))
-        return torch.full((q.shape[2],), number, dtype=dtype, device=q.device)
+        return torch.full((q.shape[2],), number, dtype=accumulator_dtype(q.dtype), device=q.device)
     batch, _, heads, _ = q.shape
     shape = log_decay.shape
     if len(shape) > 2 and (shape[0] != batch or shape[2] != heads):

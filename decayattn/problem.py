@@ -55,18 +55,10 @@ class AttentionProblem(NamedTuple):
     skip_tolerance: float = 0.0  # upper bound on the probability that a row may lose to skipped keys
 
     @property
-    def first_position(self) -> int:
-        return first_position(self)
-
-    @property
     def is_empty(self) -> bool:
         """True if no query can see a key, so that no kernel has anything to do."""
         lengths = (self.query_length, self.key_length, self.longest_query, self.longest_key)
         return 0 in (self.sequences, self.num_heads, *lengths)
-
-    @property
-    def accumulator_dtype(self) -> torch.dtype:
-        return accumulator_dtype(self)
 
     @classmethod
     def of(
@@ -105,12 +97,7 @@ class Inputs(NamedTuple):
     bounds: Tensor | None = None  # AttentionProblem's, (sequences, 4) int32
     bias: Tensor | None = None  # broadcastable to (B, H, T_q, T_k), floating or boolean
     sink: Tensor | None = None  # (H,)
-    scale: float = 1.0  # of all rows; 1 if row_scale is given
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """All fields except `scale`, which comes last."""
-        return self[:-1]
+    scale: float = 1.0  # of all rows; 1 if row_scale is given. The last field, after all tensors
 
     @property
     def any_scale(self) -> Tensor | float:
@@ -118,17 +105,14 @@ class Inputs(NamedTuple):
         return self.scale if self.row_scale is None else self.row_scale
 
 
-# functions for the reference: torch.compile of PyTorch 2.10 cannot trace a property of a NamedTuple
-
-
 def first_position(problem: AttentionProblem) -> int:
     """Position of query row 0 on the keys' axis. The queries are its last rows (bottom-right alignment)."""
     return problem.key_length - problem.query_length
 
 
-def accumulator_dtype(problem: AttentionProblem) -> torch.dtype:
-    """The dtype of scores, softmax state, lse and accumulated gradients."""
-    return torch.float64 if problem.dtype == torch.float64 else torch.float32
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, softmax state, lse and accumulated gradients for inputs of a dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class DecayPrefix(NamedTuple):

@@ -180,7 +180,7 @@ def _attend(
             bias=None if inputs.bias is None else block_of_bias(inputs.bias, some, seen),
         )
         j = torch.arange(seen.start, seen.stop, device=i.device)
-        results.append(_Recomputed.apply(functools.partial(attend_rows, i[..., some], j), *block.tensors))
+        results.append(_Recomputed.apply(functools.partial(attend_rows, i[..., some], j), *block[:-1]))
     outs, lses = zip(*results, strict=True)
     return torch.cat(outs, 1), torch.cat(lses, 2)
 
@@ -202,7 +202,7 @@ def row_weights(
     inside: True for visible keys, broadcastable to (B, H, T_q, T_k); the problem and the bias may hide others.
     The sum and the logsumexp include the sink; the weights do not.
     """
-    dtype, log_decay, bias, sink = accumulator_dtype(problem), inputs.log_decay, inputs.bias, inputs.sink
+    dtype, log_decay, bias, sink = accumulator_dtype(problem.dtype), inputs.log_decay, inputs.bias, inputs.sink
     scale = inputs.scale if inputs.row_scale is None else inputs.row_scale[..., None]
     scores = torch.einsum("bihd,bjhd->bhij", inputs.q.to(dtype) * scale, inputs.k)
     if log_decay is not None:
@@ -290,7 +290,7 @@ def _attend_sequences(problem: AttentionProblem, inputs: Inputs, bounds: Tensor)
             limits = max(rows_of, default=0), max(keys_of, default=0), (min(first, default=0), max(first, default=0))
             results.append(_attend_cut(problem, inputs, bounds[some], entry[some], *limits))
     sink, heads = inputs.sink, problem.num_heads
-    dtype, everywhere = accumulator_dtype(problem), (problem.batch, problem.query_length + 1, heads)
+    dtype, everywhere = accumulator_dtype(problem.dtype), (problem.batch, problem.query_length + 1, heads)
     if sink is None:
         nothing_seen = torch.full((heads,), -torch.inf, dtype=dtype, device=problem.device)
     else:  # −inf is no sink: its log-sum-exp has no gradient
@@ -408,5 +408,5 @@ def _at_rows(x: Tensor, i: Tensor) -> Tensor:
 
 def keys_of_heads(problem: AttentionProblem, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Keys or values (B, T_k, H_kv, ·) in the accumulator dtype, repeated for every query head."""
-    group, wide = problem.num_heads // problem.num_kv_heads, [x.to(accumulator_dtype(problem)) for x in tensors]
+    group, wide = problem.num_heads // problem.num_kv_heads, [x.to(accumulator_dtype(problem.dtype)) for x in tensors]
     return tuple(x if group == 1 else repeat(x, "b j h d -> b j (h g) d", g=group) for x in wide)

@@ -3,7 +3,7 @@
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Protocol, cast, get_args
+from typing import Any, Protocol, cast, get_args
 
 import torch
 from torch import Tensor
@@ -67,19 +67,14 @@ class Backend(Protocol):
 
 
 @functools.cache
-def load(name: str) -> Backend | str:
-    """Return the backend, or the reason why it cannot be imported here. This first use imports Triton."""
+def load(name: str) -> Any:
+    """Return the Backend, or the reason, a str, why it cannot be imported here. This first use imports Triton."""
     try:
-        return cast(Backend, importlib.import_module(KERNELS[name]))
+        return importlib.import_module(KERNELS[name])
     except ImportError as error:
         if error.name is None or not error.name.startswith("triton"):
             raise
         return f"{error}; install Triton: PyTorch's GPU builds include it, for a CPU run `pip install triton`"
-
-
-def loaded(name: str) -> Backend:
-    """Return a backend that is known to be importable."""
-    return load(name)  # type: ignore[return-value]  # a cast would be a call more
 
 
 # torch.compile cannot trace an import
@@ -124,7 +119,7 @@ def decoder(name: str, dtype: torch.dtype, device: torch.device) -> Decoder:
     if reason is None and name not in DECODERS:
         reason = f"it has no kernels for new tokens over a cache; pass 'auto' or {' or '.join(map(repr, DECODERS))}"
     _refuse(name, reason)
-    return cast(Decoder, loaded(name))
+    return load(name)
 
 
 def _refuse(name: str, reason: str | None) -> None:
@@ -137,12 +132,12 @@ def resolve(problem: AttentionProblem, name: str, inputs: Inputs) -> Backend:
     for backend in _automatic(problem) if name == "auto" else ():
         if not backend.unsupported(problem, inputs):
             return backend
-    _refuse(name, unavailable(name, problem.dtype, problem.device) or loaded(name).unsupported(problem, inputs))
-    return loaded(name)
+    _refuse(name, unavailable(name, problem.dtype, problem.device) or load(name).unsupported(problem, inputs))
+    return load(name)
 
 
 @functools.lru_cache(256)
 def _automatic(problem: AttentionProblem) -> list[Backend]:
     """Candidates of "auto" that run here and that no other backend is known to beat."""
     available = [name for name in AUTOMATIC if unavailable(name, problem.dtype, problem.device) is None]
-    return [x for x in map(loaded, available) if x.is_profitable(problem)]
+    return [x for x in map(load, available) if x.is_profitable(problem)]

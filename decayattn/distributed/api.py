@@ -124,7 +124,7 @@ def context_parallel_attention(
         runs_kernels = registry.select(problem, backend) != "reference"
         if runs_kernels and mode == "halo" and cu_seqlens is None:
             registry.resolve(problem, backend, inputs)  # refuses tensors that the backend cannot take
-        requires_grad = (x is not None and x.requires_grad for x in (*inputs.tensors, bias))
+        requires_grad = (x is not None and x.requires_grad for x in (*inputs[:-1], bias))
         check.options = {
             "mode": mode, "reach": limits.reach, **options, "sink": sink is not None, "return_lse": return_lse,
             "backend": (backend, runs_kernels), **{name: x is not None for name, x in only_heads.items()},

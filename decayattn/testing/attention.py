@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from decayattn import normalize
-from decayattn.problem import AttentionProblem, BackendName, without_autocast
+from decayattn.problem import AttentionProblem, BackendName, accumulator_dtype, without_autocast
 from decayattn.testing.call import Arguments, Call, Comparison, Row, bounds_of, format_table
 
 # Factors of the eager evaluations: they multiply the output gradients (or the loss), the scores and P before its
@@ -153,7 +153,7 @@ def _judge(
     if grad_out is None:
         grad_out = torch.randn(batch, rows, num_heads, problem.value_dim, dtype=problem.dtype, **like)
     if grad_lse is None:
-        grad_lse = torch.randn(batch, num_heads, rows, dtype=problem.accumulator_dtype, **like)
+        grad_lse = torch.randn(batch, num_heads, rows, dtype=accumulator_dtype(problem.dtype), **like)
     inputs, grad_out, grad_lse = inputs.detach(), grad_out.detach(), grad_lse.detach()
     all_bounds = bounds_of(problem, None if sequences is None else sequences.tolist())
     pairs = [(bounds, head) for bounds in all_bounds for head in range(num_heads)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decayattn.functional import decay_attention, decay_attention_varlen
-from decayattn.problem import DECAY_BLOCK, AttentionProblem, BackendName
+from decayattn.problem import DECAY_BLOCK, AttentionProblem, BackendName, accumulator_dtype
 from decayattn.testing import formulas
 from decayattn.testing.formulas import explicit_attention
 
@@ -246,7 +246,7 @@ class Call:
                 prefix_block=self.prefix_block if factor != 1.0 else 0,
             )
 
-        total = self.gather(evaluate, self.problem.accumulator_dtype)
+        total = self.gather(evaluate, accumulator_dtype(self.problem.dtype))
         return {name: x.to(self.dtype_of(name)) for name, x in total.items()}
 
     def draw(self, factor: float) -> dict[str, Tensor]:
@@ -256,7 +256,7 @@ class Call:
 
     def sizes(self) -> dict[str, Tensor]:
         """A, in float64."""
-        exact_oracle = self.problem.accumulator_dtype != torch.float64
+        exact_oracle = accumulator_dtype(self.problem.dtype) != torch.float64
 
         def evaluate(**heads):
             part = explicit_attention(**heads, absolute=True, prefix_block=self.prefix_block if exact_oracle else 0)
@@ -277,7 +277,7 @@ class Call:
 
     def dtype_of(self, name: str) -> torch.dtype:
         if name == "lse":
-            return self.problem.accumulator_dtype
+            return accumulator_dtype(self.problem.dtype)
         leaf = self.inputs._asdict().get(name.removeprefix("d"))
         return leaf.dtype if isinstance(leaf, Tensor) else self.problem.dtype
 
@@ -360,7 +360,7 @@ class Call:
 
         A NaN never passes; −inf must be exactly where the oracle has −inf.
         """
-        own_eps, accumulator_eps = torch.finfo(x.dtype).eps, torch.finfo(self.problem.accumulator_dtype).eps
+        own_eps, accumulator_eps = torch.finfo(x.dtype).eps, torch.finfo(accumulator_dtype(self.problem.dtype)).eps
         zero = torch.zeros_like(x64)
         error, norm = self.distance(name, x, x64), self.distance(name, zero, x64.masked_fill(x64.isneginf(), 0.0))
         total = self.distance(name, zero, size)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from decayattn import reference
 from decayattn.nn.attention import DecayFlashAttention
-from decayattn.problem import AttentionProblem, BackendName, Inputs, without_autocast
+from decayattn.problem import AttentionProblem, BackendName, Inputs, accumulator_dtype, without_autocast
 from decayattn.testing.attention import DRAWS, MORE_DRAWS, may_be_chance
 from decayattn.testing.call import NORMS, Arguments, Call, Row, Verdict, bounds_of, ratio
 
@@ -247,7 +247,7 @@ class _RoundedAttention(torch.autograd.Function):
         q, v = inputs.q, inputs.v
         leaves = Arguments(q, inputs.k, v, inputs.log_decay, inputs.any_scale, inputs.bias, inputs.sink)
         grad_out = q.new_zeros(*q.shape[:3], v.shape[3])
-        grad_lse = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=problem.accumulator_dtype)
+        grad_lse = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=accumulator_dtype(problem.dtype))
         call = Call(leaves.detach(), grad_out, grad_lse, all_bounds, pairs, problem)
         return _RoundedAttention.apply(call, factor, *leaves)
 
@@ -269,6 +269,6 @@ class _RoundedAttention(torch.autograd.Function):
                 for name, size in call.sizes().items():
                     if name.startswith("d") and name in results:
                         sign = torch.randint(0, 2, size.shape, generator=generator).to(size) * 2 - 1
-                        error = torch.finfo(call.problem.accumulator_dtype).eps * sign * size
+                        error = torch.finfo(accumulator_dtype(call.problem.dtype)).eps * sign * size
                         results[name] = results[name] + error.to(results[name].dtype)
         return None, None, *(results.get(f"d{name}") for name in Arguments._fields)

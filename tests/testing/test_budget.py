@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from judged_calls import PADDING, int32, make_inputs, make_packed_inputs
 from pairwise import pairwise
 
+from decayattn.problem import accumulator_dtype
 from decayattn.testing import assert_within_budget, attention, formulas, verify_attention, verify_attention_varlen
 from decayattn.testing import call as calls
 from decayattn.testing.formulas import explicit_attention
@@ -92,10 +93,9 @@ def test_explicit_formulas_equal_autograd(causal, decay, row_scale, lengths, win
 def test_accepts_sequences_cut_out_of_the_reference(dtype, decay, causal, evaluations):
     """The oracle cuts the sequences out, the tested reference is given where they lie."""
     options = dict(causal=causal, window_size=(5, 4), backend="reference")
-    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
-    sink = torch.tensor([-2.0, 0.0, -math.inf, 3.0], dtype=accumulator)
+    sink = torch.tensor([-2.0, 0.0, -math.inf, 3.0], dtype=accumulator_dtype(dtype))
     packed = make_packed_inputs(dtype, decay, True) | {"sink": sink}
-    padded = make_inputs(dtype, decay, True) | PADDING | {"sink": sink, "bias": torch.randn(23, 23, dtype=accumulator)}
+    padded = make_inputs(dtype, decay, True) | PADDING | {"sink": sink, "bias": torch.randn(23, 23).to(sink)}
     for verify, inputs in ((verify_attention_varlen, packed), (verify_attention, padded)):
         for some in (inputs, inputs | {"sink": None}):
             assert_within_budget(verify(**some, **options))
@@ -444,7 +444,7 @@ def _with(monkeypatch, edit_heads):
             results = explicit_attention(**heads)
             return edit_heads(results, **heads) or results
 
-        dtype = call.problem.accumulator_dtype
+        dtype = accumulator_dtype(call.problem.dtype)
         return {name: x.to(call.dtype_of(name)) for name, x in call.gather(evaluate, dtype).items()}
 
     monkeypatch.setattr(attention.Call, "run", run)

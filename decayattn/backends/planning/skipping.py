@@ -44,7 +44,7 @@ from decayattn.backends.tiles.scores import LOG2E
 from decayattn.backends.tiles.visibility import GRANULE, keys_seen
 from decayattn.problem import DECAY_BLOCK as _DECAY_BLOCK
 from decayattn.problem import GRANULE as _GRANULE
-from decayattn.problem import AttentionProblem, DecayPrefix, Inputs
+from decayattn.problem import AttentionProblem, DecayPrefix, Inputs, first_position
 
 # With fewer rows or keys attention takes about as long as two launches, and with few rows the plan reads the keys
 # almost as often as attention does (not measured)
@@ -159,7 +159,7 @@ def summaries(
     together = programs_together(packing.programs(problem, _DECAY_BLOCK, problem.num_heads, of_keys=True), most)
     traits = _Traits(
         d=problem.head_dim, width=width, part=min(width, _COLUMNS), group=problem.num_heads // problem.num_kv_heads,
-        together=together, aligned=sequences is None and problem.first_position % _GRANULE == 0,
+        together=together, aligned=sequences is None and first_position(problem) % _GRANULE == 0,
         stages=2 if row_bytes <= _PREFETCHED_ROW else 1, prunes=prunes,
     )
     programs = packing.programs(problem, _DECAY_BLOCK * together, problem.num_heads, of_keys=True)
@@ -214,8 +214,8 @@ def visited_fraction(problem: AttentionProblem, inputs: Inputs) -> Tensor:
     prefix = decay_prefix.build(problem, log_decay) if scalar else decay_prefix.allocate(problem, q)
     first_block = plan(problem, q, k, log_decay, inputs.any_scale, prefix, None)
     row = torch.arange(0, problem.query_length, _GRANULE, device=q.device)
-    position = row + problem.first_position
-    last_position = (row + _GRANULE).clamp(max=problem.query_length) - 1 + problem.first_position
+    position = row + first_position(problem)
+    last_position = (row + _GRANULE).clamp(max=problem.query_length) - 1 + first_position(problem)
     # both ends of a row's visible keys never decrease: the first row has the granule's first key, the last row its last
     first_key = prefix.last_reset[..., position.clamp(min=0)] if scalar else torch.zeros_like(position)
     if problem.window[0] >= 0:

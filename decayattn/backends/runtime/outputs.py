@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from decayattn.backends.runtime.strided import contiguous_like, uninitialised
-from decayattn.problem import AttentionProblem, Precomputed
+from decayattn.problem import AttentionProblem, Precomputed, accumulator_dtype
 
 
 class Outputs(NamedTuple):
@@ -22,7 +22,7 @@ OF_NO_KEY = (0.0, torch.inf, -torch.inf)
 def allocate(problem: AttentionProblem, q: Tensor, with_lse: bool, precomputed: Precomputed | None = None) -> Outputs:
     """Allocate the outputs, uninitialised; out is the given one, if there is one."""
     rows = problem.batch, problem.num_heads, problem.query_length
-    row_lse2 = uninitialised(q, *rows, dtype=problem.accumulator_dtype)
+    row_lse2 = uninitialised(q, *rows, dtype=accumulator_dtype(problem.dtype))
     if precomputed is None:
         out = uninitialised(q, problem.batch, problem.query_length, problem.num_heads, problem.value_dim)
     else:

@@ -16,7 +16,7 @@ from shared.poison import poisoned_allocations
 from torch import Tensor
 
 from decayattn import decay_attention, decay_attention_varlen
-from decayattn.problem import AttentionProblem, Inputs
+from decayattn.problem import AttentionProblem, Inputs, accumulator_dtype
 from decayattn.testing.attention import DRAWS, MORE_DRAWS, Budget
 from decayattn.testing.call import Arguments, Call, Comparison, bounds_of, ratio
 from tools.fuzzing import oracle
@@ -99,8 +99,7 @@ def call_of(case: Case) -> Call:
     log_decay = tensors["log_decay"]
     log_decay = batched(log_decay) if case.draw.family.decay == "token" else log_decay
     inputs = Arguments(q, k, v, log_decay, tensors["scale"], tensors["bias"], tensors["sink"])
-    accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-    no_lse = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=accumulator)
+    no_lse = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=accumulator_dtype(q.dtype))
     grad_lse = no_lse if case.grad_lse is None else batched(case.grad_lse)
     furthest = q.shape[1] + k.shape[1]
     left, right = case.draw.window or (-1, -1)
