@@ -67,11 +67,15 @@ def _extend(plan: HaloPlan, rows: Tensor, parts: Parts, tokens: int, kernels: bo
     _move("write", result, unpack(rows, own), plan.fetched.runs, (0, len(rows)), kernels)
     if (log_decay := result[2]) is not None:
         # no row sees past a head's first key; λ of the first token of all has no part in any score
-        first = plan.begins[plan.slices.rank] - (plan.slices.begin - plan.halo)
-        first = first.view(-1, 1, plan.kv_heads, 1)
+        first = first_keys(plan).view(-1, 1, plan.kv_heads, 1)
         log_decay.scatter_(1, first.expand(-1, -1, -1, log_decay.shape[3]), -torch.inf)
         result[2] = log_decay.flatten(2)
     return result
+
+
+def first_keys(plan: HaloPlan) -> Tensor:
+    """First key of every batch entry and key head on the axis of halo and slice."""
+    return plan.begins[plan.slices.rank] - (plan.slices.begin - plan.halo)
 
 
 def _by_kv_head(plan: HaloPlan, parts: Parts) -> list[Tensor | None]:

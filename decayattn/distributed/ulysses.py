@@ -28,7 +28,7 @@ def attention(
     per_row = [name for name in ("log_decay", "scale") if isinstance(options[name], Tensor) and options[name].ndim > 2]
     columns = (options[name][..., None].flatten(3) for name in per_row)  # a log_decay may have a gate per direction
     k, v = (_repeated(x, kv_heads) for x in (k, v))
-    q, k, v, *exchanged = RowsToHeads.apply(slices, kv_heads, check, q, k, v, *columns)
+    q, k, v, *exchanged = Exchange.apply(True, slices, kv_heads, check, q, k, v, *columns)
     options |= {name: x.squeeze(-1) for name, x in zip(per_row, exchanged, strict=True)}
     for name, axis in (("log_decay", 0), ("sink", 0), ("bias", -3)):
         x = options.get(name)
@@ -45,41 +45,31 @@ def attention(
     out, *lse = result if isinstance(result, tuple) else (result,)
     if cu_seqlens is not None:
         out, lse = out[None], [x[None] for x in lse]
-    out, *lse = HeadsToRows.apply(slices, kv_heads, out, *(x.transpose(1, 2)[..., None] for x in lse))
+    out, *lse = Exchange.apply(False, slices, kv_heads, None, out, *(x.transpose(1, 2)[..., None] for x in lse))
     return (out, lse[0].squeeze(-1).transpose(1, 2)) if lse else out
 
 
-class RowsToHeads(torch.autograd.Function):
-    """Rows (B, T_r, heads, ·) of all heads → (B, T, heads / ranks, ·): one exchange."""
+class Exchange(torch.autograd.Function):
+    """`_to_heads` or `_to_rows` of tensors, each of which is the other's backward."""
 
     @staticmethod
-    def forward(ctx, slices, kv_heads, check, *tensors):
-        ctx.slices, ctx.kv_heads = slices, kv_heads
-        return tuple(_to_heads(tensors, kv_heads, slices, check))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        needed = ctx.needs_input_grad[3:]
-        found = iter(_to_rows([*itertools.compress(grads, needed)], ctx.kv_heads, ctx.slices))
-        return None, None, None, *(next(found) if is_needed else None for is_needed in needed)
-
-
-class HeadsToRows(torch.autograd.Function):
-    """Inverse of RowsToHeads: rows of some heads (B, T, heads / ranks, ·) → (B, T_r, heads, ·)."""
-
-    @staticmethod
-    def forward(ctx, slices, kv_heads, *tensors):
-        ctx.slices, ctx.kv_heads = slices, kv_heads
+    def forward(ctx, to_heads, slices, kv_heads, check, *tensors):
+        ctx.to_heads, ctx.slices, ctx.kv_heads = to_heads, slices, kv_heads
+        if to_heads:
+            return tuple(_to_heads(tensors, kv_heads, slices, check))
         return tuple(_to_rows(tensors, kv_heads, slices))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        return None, None, *_to_heads(grads, ctx.kv_heads, ctx.slices, None)
+        move, needed = _to_rows if ctx.to_heads else _to_heads, ctx.needs_input_grad[4:]
+        found = iter(move([*itertools.compress(grads, needed)], ctx.kv_heads, ctx.slices))
+        return None, None, None, None, *(next(found) if is_needed else None for is_needed in needed)
 
 
-def _to_heads(tensors: Sequence[Tensor], kv_heads: int, slices: Slices, check: OptionCheck | None) -> list[Tensor]:
+def _to_heads(
+    tensors: Sequence[Tensor], kv_heads: int, slices: Slices, check: OptionCheck | None = None
+) -> list[Tensor]:
     """(B, T_r, heads, ·) → (B, T, heads / ranks, ·); the check of options, if any, comes before the exchange."""
     parts, ranks = [], slices.ranks
     for x in tensors:
