@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from decayattn import compatibility, reference
+from decayattn import reference
 from decayattn.backends.planning import halo_bound, prefix, skipping
 from decayattn.backends.runtime import launching
 from decayattn.distributed import halo_plan
@@ -73,12 +73,11 @@ class Ranks:
         self.gathered: dict[int, torch.Tensor] = {}
         self.rank = 0
 
-        def gather(everyone, own, group):
-            self.gathered[self.rank] = own[0]
-            for rank in range(len(lengths)):
-                everyone[rank] = self.gathered.get(rank, own[0])
+        def gather(own, ranks, group):
+            self.gathered[self.rank] = own
+            return torch.stack([self.gathered.get(rank, own) for rank in range(ranks)])
 
-        monkeypatch.setattr(compatibility, "all_gather", gather)
+        monkeypatch.setattr(halo_plan, "all_gather", gather)
 
     def plan(self, tolerance):
         """First keys (ranks, B, H_kv), and rows (ranks,)."""
