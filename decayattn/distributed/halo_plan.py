@@ -129,11 +129,13 @@ def first_keys(
     if tolerance == 0 or inputs.log_decay is None:
         return _first_visible(slices, problem, inputs.log_decay, limits.cu_seqlens, lowest, rows, check), None
     from decayattn.backends.planning import halo_bound  # imports Triton
+    from decayattn.backends.runtime import launching
 
     q, k, log_decay = inputs.q, inputs.k, inputs.log_decay
     sequence = None if limits.cu_seqlens is None else _sequence_at(limits.cu_seqlens, begin)
     place = halo_bound.Place(slices.lengths, slices.rank, on_device(slices.offsets, q.device), lowest, rows, sequence)
-    launch = halo_bound.launch_for(problem, place, q, k, log_decay, inputs.row_scale)
+    modes = problem, slices.lengths, slices.rank, lowest, rows
+    launch = launching.of_call(problem.device, (q, k, log_decay, inputs.row_scale, sequence), *modes)
     summary = halo_bound.summarise(problem, q, k, log_decay, inputs.any_scale, place.blocks, launch)
     check.compare()  # after the launches, so that the GPU is busy meanwhile
     everyone = all_gather(summary.keys, slices.ranks, slices.group)

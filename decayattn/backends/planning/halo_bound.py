@@ -65,12 +65,6 @@ class SliceSummary(NamedTuple):
     terms: tuple[Tensor, Tensor]  # skipping.summaries of the slice
 
 
-def launch_for(problem: AttentionProblem, place: Place, *tensors: Tensor | None) -> Launch:
-    """Launch for the slice's summary and search, with the caller's tensors."""
-    modes = problem, place.lengths, place.rank, place.lowest, place.rows
-    return launching.of_call(problem.device, (*tensors, place.sequence), *modes)
-
-
 def summarise(
     problem: AttentionProblem, q: Tensor, k: Tensor, log_decay: Tensor, scale: Tensor | float, blocks: int,
     launch: Launch = launching.uncached,
