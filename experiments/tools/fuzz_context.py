@@ -12,7 +12,6 @@ ends the run, because others may wait for it in vain. Without a GPU the kernels 
 """
 
 import argparse
-import functools
 import os
 import sys
 import time
@@ -29,16 +28,23 @@ import torch.distributed as dist
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 
-from shared.options import positive
+from shared.options import parser_of
 from shared.ranks import on_ranks
 
 from decayattn.backends import registry
 from tools.fuzzing import judge
 from tools.fuzzing.slices import draw_slices, run_slices
-from tools.fuzzing.summary import Summary, command, parser_of
+from tools.fuzzing.summary import OPTIONS_OF_ALL, Summary
 
 SCRIPT = "experiments/tools/fuzz_context.py"
 NAMES = ("ranks", "seed", "longest", "family", "only", "backend", "device")
+OPTIONS = OPTIONS_OF_ALL | {
+    "calls": (1000, 100, "number of calls"), "longest": (2000, 120, "longest sequence; part of the draw"),
+    "ranks": (torch.cuda.device_count(), 2, "processes, one for each GPU; part of the draw"),
+    "backend": ("auto", "triton", "our backend", registry.NAMES),
+    "device": ("cuda", "cpu", "cpu: gloo, and no bfloat16", ("cuda", "cpu")),
+    "limit": (120, 120, "seconds that a rank waits for another one"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,13 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    cuda, gpus = torch.cuda.is_available(), torch.cuda.device_count()
-    parser = parser_of(__doc__, 1000 if cuda else 100, 2000 if cuda else 120)
-    option = parser.add_argument
-    option("--ranks", type=positive, default=gpus or 2, help="processes, one for each GPU; part of the draw")
-    option("--backend", choices=registry.NAMES, default="auto" if cuda else "triton", help="our backend")
-    option("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu", help="cpu: gloo, and no bfloat16")
-    option("--limit", type=positive, default=120, help="seconds that a rank waits for another one")
+    parser, gpus = parser_of(__doc__, OPTIONS, torch.cuda.is_available()), torch.cuda.device_count()
     options = parser.parse_args(argv)
     if options.device == "cuda" and gpus < options.ranks:
         parser.error(f"--ranks: expected at most {gpus}, the GPUs of this machine, got {options.ranks}")
@@ -73,7 +73,7 @@ def fuzz(
 ) -> int:
     """All calls; the first rank judges and prints."""
     first, began = dist.get_rank(group) == 0, time.monotonic()
-    summary = Summary(functools.partial(command, SCRIPT, options, NAMES), options.only is not None)
+    summary = Summary(SCRIPT, options, NAMES)
     for number in range(options.calls) if options.only is None else [options.only]:
         late = [options.minutes is not None and time.monotonic() - began > 60 * options.minutes]
         dist.broadcast_object_list(late, group=control)  # the first rank's clock counts

@@ -16,7 +16,6 @@ Without a GPU the kernels run in Triton's interpreter, on lengths up to 70; call
 """
 
 import argparse
-import functools
 import os
 import sys
 import time
@@ -33,14 +32,20 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 
 from shared import workers
+from shared.options import parser_of
 
 from tools.fuzzing import judge
 from tools.fuzzing.draws import CALLS_PER_FAMILY, draw
-from tools.fuzzing.summary import Summary, command, parser_of
+from tools.fuzzing.summary import OPTIONS_OF_ALL, Summary
 from tools.fuzzing.tensors import build
 
 SCRIPT, NAMES = "experiments/tools/fuzz_kernels.py", ("seed", "longest", "family", "dims", "only", "backends")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+OPTIONS = OPTIONS_OF_ALL | {
+    "calls": (5000, 100, "number of calls"), "longest": (1000, 70, "longest sequence; part of the draw"),
+    "processes": (os.cpu_count(), 1, "processes, all on one GPU"),
+    "limit": (300.0, 300.0, "seconds that a call may take, compiling included"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         numbers = range(options.calls)
         families = [numbers[n : n + options.family] for n in range(0, len(numbers), options.family)]
         results = workers.calls(fuzz, arguments, families, options.processes, options.limit)
-    summary = Summary(functools.partial(command, SCRIPT, options, NAMES), options.only is not None)
+    summary = Summary(SCRIPT, options, NAMES)
     # a bar on a terminal, else a line a minute
     with tqdm(total=len(numbers), unit="call", mininterval=0.1 if sys.stderr.isatty() else 60) as progress:
         for number, result in results:
@@ -76,13 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    parser = parser_of(__doc__, 5000 if cuda else 100, 1000 if cuda else 70)
-    option = parser.add_argument
-    option("--dims", nargs=2, type=int, metavar=("D", "D_V"), help="these head dimensions in every call")
-    option("--processes", type=int, default=os.cpu_count() if cuda else 1, help="processes, all on one GPU")
-    option("--backends", nargs="+", choices=judge.BACKENDS,
-           default=["triton", *["hopper"] * cuda, "reference"], help="hopper: where it takes a call")
-    option("--limit", type=float, default=300.0, help="seconds that a call may take, compiling included")
+    parser = parser_of(__doc__, OPTIONS, cuda)
+    parser.add_argument("--dims", nargs=2, type=int, metavar=("D", "D_V"), help="these head dimensions in every call")
+    parser.add_argument("--backends", nargs="+", choices=judge.BACKENDS, help="hopper: where it takes a call",
+                        default=["triton", *["hopper"] * cuda, "reference"])
     return parser.parse_args(argv)
 
 

@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import time
+from argparse import Namespace
 from unittest import mock
 
 import pytest
@@ -250,11 +251,11 @@ def test_failures_have_the_command_that_repeats_them(more, drawn, capsys, monkey
 
 
 def test_summary_names_errors_near_their_budget():
-    summary = Summary(lambda number: f"--only {number}", False)
+    summary = Summary("fuzz.py", Namespace(only=None), ["only"])
     for number, found in enumerate([{"out": 0.79, "dq": 0.85}, {"out": 0.5, "dq": 0.97}, {"out": 1.5, "dq": 0.9}]):
         summary.add(number, {"call": "", "failures": [], "ratios": {"reference": found}, "cannot_tell": []})
     lines = list(summary.lines(3, 1.0))
-    assert "  reference dq 0.97: --only 1" in lines
+    assert "  reference dq 0.97: python fuzz.py --only 1" in lines
     assert "  reference (3)  dq 0.97  out 0.79" in lines
 
 

@@ -2,51 +2,44 @@
 
 import argparse
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shared.options import positive
+from shared.options import above_zero
 
 from tools.fuzzing.draws import CALLS_PER_FAMILY
 
 NEAR = 0.8  # of its budget: errors that pass with more are listed
-
-
-def parser_of(doc: str | None, calls: int, longest: int, family: int = CALLS_PER_FAMILY) -> argparse.ArgumentParser:
-    """The parser of a fuzzer, with the options from which calls are drawn."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    option = parser.add_argument
-    option("--calls", type=positive, default=calls, help="number of calls")
-    option("--seed", type=int, default=0, help="seed of the calls, which are drawn from it and their numbers")
-    option("--only", type=int, metavar="NUMBER", help="this call only, with the errors of all tensors")
-    option("--longest", type=positive, default=longest, help="longest sequence; part of the draw")
-    option("--family", type=positive, metavar="CALLS", default=family, help="calls that share what kernels are "
-           "compiled for: more of them are faster and vary less; part of the draw")
-    option("--minutes", type=float, help="stop after these minutes")
-    return parser
-
-
-def command(script: str, options: argparse.Namespace, names: Sequence[str], number: int) -> str:
-    """Command that repeats a call: options of these names, unless they are None."""
-    words = ["python", script]
-    for name in names:
-        value = number if name == "only" else getattr(options, name)
-        if value is not None:
-            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return " ".join(words)
+OPTIONS_OF_ALL = {
+    "seed": (0, 0, "seed of the calls, which are drawn from it and their numbers", int),
+    "only": (None, None, "number of one call to make, with the errors of all tensors", int),
+    "family": (CALLS_PER_FAMILY, CALLS_PER_FAMILY, "calls that share what kernels are compiled for: more of them are "
+               "faster and vary less; part of the draw"),
+    "minutes": (None, None, "stop after these minutes", above_zero),
+}
 
 
 class Summary:
-    """Outcomes of all calls. again: returns the command that repeats one; verbose: calls that pass print a line."""
+    """Outcomes of all calls. names: of the options that repeat one, unless they are None."""
 
-    def __init__(self, again: Callable[[int], str], verbose: bool) -> None:
-        self.again, self.verbose = again, verbose
+    def __init__(self, script: str, options: argparse.Namespace, names: Sequence[str]) -> None:
+        self.script, self.options, self.names = script, options, names
+        self.verbose = options.only is not None  # calls that pass print a line
         self.done = self.failed = self.cannot_tell = 0
         # by backend and tensor, of those that passed: the largest error over its budget, and the call that had it
         self.worst: dict[str, dict[str, tuple[float, int]]] = collections.defaultdict(dict)
         # calls by backend, and by what failed: backend and tensor, backend and exception, "crash" and the like
         self.ran: collections.Counter[str] = collections.Counter()
         self.kinds: collections.Counter[str] = collections.Counter()
+
+    def again(self, number: int) -> str:
+        """Command that repeats a call."""
+        words = ["python", self.script]
+        for name in self.names:
+            value = number if name == "only" else getattr(self.options, name)
+            if value is not None:
+                words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        return " ".join(words)
 
     def add(self, number: int, result: dict[str, Any]) -> list[str]:
         """A line about the call if it failed."""

@@ -14,12 +14,6 @@ from tools.fuzzing.draws import Draw, Memory
 Sequences = list[tuple[int, int, int, int]]
 
 
-def axes_of(name: str, packed: bool) -> str:
-    """The axes of a tensor as draws.Family names them."""
-    axes = {"dlse": "bht", "scale": "bth", "bias": "bhij"}.get(name, "bthd")
-    return axes.replace("b", "") if packed else axes
-
-
 @dataclass(frozen=True)
 class Case:
     """A call as the public function takes it, and what its judge must know. sequences lie in their batch entries, or on
@@ -48,7 +42,9 @@ def build(draw: Draw, device: torch.device | str) -> Case:
     sequences, lengths = (_packing if packed else _padding)(draw)
 
     def put(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-        return place(values.to(dtype), axes_of(name, packed)[: values.ndim], memory[name], device)
+        axes = {"dlse": "bht", "scale": "bth", "bias": "bhij"}.get(name, "bthd")  # as draws.place names them
+        axes = axes.replace("b", "") if packed else axes
+        return place(values.to(dtype), axes[: values.ndim], memory[name], device)
 
     q = random.normal(*entries, draw.rows, family.heads, family.head_dim) * draw.query_size
     k = random.normal(*entries, draw.keys, family.kv_heads, family.head_dim) * draw.key_size
