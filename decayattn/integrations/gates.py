@@ -38,10 +38,10 @@ def add_decay(
     changed a weight by less than 1 %. Each layer has the decay as a module, `self_attn.decay` in Llama, in float32. The
     attention becomes attn_implementation="decayattn"; a forward with another one raises. Generation works with every
     cache except quantised ones. A model runs in one thread at a time. With a cache, a "scalar" decay raises in layers
-    that cache latents (MLA) or attend to the keys of other layers. Layers with two attentions raise in the first
-    forward. Trainer gives the decays no weight decay; for PEFT, name them in modules_to_save=["decay"]. The
-    configuration records the decay as `added_decay`, so programs that import decayattn.integrations.transformers save
-    and load it.
+    that cache latents (MLA), attend to the keys of other layers, or have cross-attention. Layers with two attentions
+    raise in the first forward. Trainer gives the decays no weight decay; for PEFT, name them in
+    modules_to_save=["decay"]. The configuration records the decay as `added_decay`, so programs that import
+    decayattn.integrations.transformers save and load it.
 
     Args:
         model: a causal model with flash attention by transformers' AttentionInterface: Llama, Mistral, Qwen2, Qwen3,
@@ -122,6 +122,8 @@ class _CarryingCache:
     """Wrapper of a transformers cache that appends the log-decay (B, T, H) of new tokens to their keys."""
 
     def __init__(self, cache: Cache, module: nn.Module, log_decay: Tensor) -> None:
+        if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
+            raise ValueError(f"cache: expected a Cache with layers, got {type(cache).__name__}; {_USE_NO_CACHE}")
         quantised = [type(layer).__name__ for layer in cache.layers if "Quantized" in type(layer).__name__]
         if quantised:
             raise ValueError(f"cache: expected one that keeps the bits of keys, for the decay, got {quantised[0]}")
@@ -135,9 +137,11 @@ class _CarryingCache:
         channels = self._log_decay.unflatten(2, (heads, -1)).transpose(1, 2).contiguous().view(key_states.dtype)
         missing = -channels.shape[-1] % (16 // key_states.dtype.itemsize)  # to 16 bytes, for TMA and vector loads
         keys = torch.cat([key_states, channels, key_states.new_zeros(*key_states.shape[:3], missing)], -1)
-        held = [layer.keys for layer in self._cache.layers[self._module.layer_idx :][:1] if layer.is_initialized]
-        if held and held[0].numel() and held[0].shape[-1] != keys.shape[-1]:
-            raise ValueError(f"cache: expected keys with a decay, got others, as of a prefix; {_USE_NO_CACHE}")
+        for layer in self._cache.layers[self._module.layer_idx :][:1]:
+            if layer.is_initialized and layer.keys.numel() and layer.keys.shape[-1] != keys.shape[-1]:
+                if layer.get_seq_length():
+                    raise ValueError(f"cache: expected keys with a decay, got others, as of a prefix; {_USE_NO_CACHE}")
+                layer.is_initialized = False  # static, allocated for keys without a decay
         return self._cache.update(keys, value_states, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -197,7 +201,7 @@ def _decay(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     module._log_decay, module._carried = (log_decay, thread), None  # type: ignore[assignment]
 
     def carrying(x: Any) -> Any:
-        return _CarryingCache(x, module, log_decay) if isinstance(x, Cache) and log_decay.ndim == 3 else x
+        return _CarryingCache(x, module, log_decay) if "Cache" in type(x).__name__ and log_decay.ndim == 3 else x
 
     return tuple(map(carrying, args)), {name: carrying(x) for name, x in kwargs.items()}
 

@@ -230,9 +230,19 @@ def test_gate_refuses_quantised_caches_and_other_attention():
         prefix.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), layer)
     with torch.no_grad(), pytest.raises(ValueError, match="cache: expected keys with a decay, got others"):
         model(tokens(), past_key_values=prefix)
+    with torch.no_grad(), pytest.raises(ValueError, match="cache: expected a Cache with layers, got EncoderDecoder"):
+        model(tokens(), past_key_values=transformers.EncoderDecoderCache(prefix, prefix))
     model.set_attn_implementation("eager")
     with pytest.raises(RuntimeError, match="attn_implementation: expected 'decayattn'"):
         model(tokens())
+
+
+def test_gate_takes_a_cache_that_was_allocated_for_keys_alone():
+    """transformers allocates a static cache before a prompt that it reads in parts."""
+    model, options = gated().eval(), dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
+    expected = model.generate(tokens(), use_cache=False, **options)
+    found = model.generate(tokens(), prefill_chunk_size=8, cache_implementation="static", **options)
+    torch.testing.assert_close(found, expected)
 
 
 @torch.no_grad()
