@@ -148,7 +148,7 @@ def _check_decay(
         if k is not None and per_token is None:
             raise ValueError("log_decay: expected one per new token, (B, T, H), with k and alpha_pages")
         if first is None:
-            raise ValueError("first: expected a tensor with a log_decay per token, to store its resets")
+            raise ValueError("first: expected (B, H) with alpha_pages, as resets move it; zeros if there were none")
         _check("alpha_pages", alpha_pages, q, torch.float64, "(pages, P, H)", (*k_pages.shape[:2], q.shape[2]))
     if first is not None:
         _check("first", first, q, torch.int32, "contiguous (B, H)", (len(q), q.shape[2]))

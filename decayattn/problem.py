@@ -105,6 +105,9 @@ class Inputs(NamedTuple):
         return self.scale if self.row_scale is None else self.row_scale
 
 
+# functions: torch.compile of PyTorch 2.10 cannot trace properties of a NamedTuple
+
+
 def first_position(problem: AttentionProblem) -> int:
     """Position of query row 0 on the keys' axis. The queries are its last rows (bottom-right alignment)."""
     return problem.key_length - problem.query_length
