@@ -201,7 +201,8 @@ def _decay(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     module._log_decay, module._carried = (log_decay, thread), None  # type: ignore[assignment]
 
     def carrying(x: Any) -> Any:
-        return _CarryingCache(x, module, log_decay) if "Cache" in type(x).__name__ and log_decay.ndim == 3 else x
+        is_cache = isinstance(x, Cache) or "Cache" in type(x).__name__  # transformers 5.4 has others in some models
+        return _CarryingCache(x, module, log_decay) if is_cache and log_decay.ndim == 3 else x
 
     return tuple(map(carrying, args)), {name: carrying(x) for name, x in kwargs.items()}
 

@@ -237,12 +237,13 @@ def test_gate_refuses_quantised_caches_and_other_attention():
         model(tokens())
 
 
-def test_gate_takes_a_cache_that_was_allocated_for_keys_alone():
+def test_gate_takes_preallocated_caches_and_any_class():
     """transformers allocates a static cache before a prompt that it reads in parts."""
+    store = type("Store", (DynamicCache,), {})(config=gated().config)
     model, options = gated().eval(), dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
     expected = model.generate(tokens(), use_cache=False, **options)
-    found = model.generate(tokens(), prefill_chunk_size=8, cache_implementation="static", **options)
-    torch.testing.assert_close(found, expected)
+    for caching in (dict(prefill_chunk_size=8, cache_implementation="static"), dict(past_key_values=store)):
+        torch.testing.assert_close(model.generate(tokens(), **caching, **options), expected)
 
 
 @torch.no_grad()
