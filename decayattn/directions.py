@@ -79,7 +79,7 @@ def _attend(inputs: Inputs, problem: AttentionProblem, backend: BackendName, is_
     alone = lse_after.isneginf() | is_reset(nearest)  # padding may hold NaN
     difference = torch.where(alone, math.inf, lse - lse_after - nearest)
     out = _merged(before, after, difference)
-    if out.dtype != before.dtype:  # compiled by torch 2.11, an output that `to` returns as it is has no gradient
+    if out.dtype != before.dtype:  # compiled by torch 2.11, an output that `to` returns unchanged has no gradient
         out = out.to(before.dtype)
     # LSE of both minus that of one call: exact for a row that one key dominates
     left, right = Saved(*saved), Saved(*saved_right)

@@ -75,7 +75,7 @@ def decay_attention(
     backend: BackendName = "auto",
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Softmax attention whose scores decay with the distance between query and key.
+    r"""Softmax attention with scores that decay with the distance between query and key.
 
     λ_t are log-decays (natural logarithm), and α_t = λ_0 + … + λ_t. Per batch entry and head::
 

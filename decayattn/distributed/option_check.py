@@ -30,7 +30,7 @@ class OptionCheck:
         self.device = x.device if isinstance(x, Tensor) else torch.device("meta")
         if self.device.type not in self.device_types:
             self.device = torch.device(self.device_types[0])
-        self.options: dict[str, Any] = {}  # values whose repr is the same on every rank
+        self.options: dict[str, Any] = {}  # values with the same repr on every rank
         self.width = _MAX_OPTIONS  # int64 values per rank in the gather that other ranks wait in; 0: none
         self._compared = False
 

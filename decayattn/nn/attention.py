@@ -61,7 +61,7 @@ _EXCLUDES = (
 
 
 class DecayFlashAttention(Spared):
-    r"""Multi-head attention whose scores decay with distance: projections around decay_attention.
+    r"""Multi-head attention with scores that decay with distance: projections around decay_attention.
 
     With x (B, T, embed_dim)::
 
